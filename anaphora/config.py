@@ -1,0 +1,79 @@
+"""The options of one engine, checked once, frozen. Plain data: names become objects in `anaphora.api` only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anaphora.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+HASH_ALGORITHMS = ("sha256", "xxh3_128")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of one engine. The names are vLLM's where it has them.
+
+    model: built-in name, folder, GGUF file, hub id, or a loaded `transformers` causal LM.
+    tokenizer: folder, hub id or loaded tokenizer; None takes the model's own, if it has one.
+    block_size: token positions in one block.
+    num_blocks: usable blocks in the pool; the null block comes on top. None sizes the pool by kv_cache_bytes.
+    kv_cache_bytes: memory for K/V when num_blocks is None; None takes a quarter of what is available now.
+    max_num_batched_tokens: most tokens scheduled in one step (the budget).
+    max_num_seqs: most requests running at once.
+    max_model_len: most tokens of one request, prompt and output; None takes the model's own limit.
+    enable_prefix_caching: off computes every prompt in full.
+    hash_algorithm: names blocks; `sha256`, or `xxh3_128` (faster, not collision resistant: safe, as tokens
+        confirm every hit; needs the `fast-hash` extra).
+    scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
+    dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
+    device: torch device; None takes the CPU.
+    num_threads: torch's threads within the process; None leaves torch's choice.
+    seed: where requests without a seed draw theirs from.
+
+    Raises ConfigError.
+    """
+
+    model: Any
+    tokenizer: Any = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    hash_algorithm: str = "sha256"
+    scheduling_policy: str = "fcfs"
+    dtype: str = "auto"
+    device: str | None = None
+    num_threads: int | None = None
+    seed: int = 0
+    cache_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
+            _positive(name, getattr(self, name))
+        for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ConfigError("num_blocks and kv_cache_bytes both size the pool: give one of them")
+        _choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)
+        _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _choice("dtype", self.dtype, DTYPES)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed must be an integer >= 0, got {self.seed!r}")

@@ -1,0 +1,20 @@
+"""The names of things. Each is a plain int, bytes or str at run time; the types keep them apart for the reader."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+BlockId = NewType("BlockId", int)  # index of a block in the pool
+BlockHash = NewType("BlockHash", bytes)  # digest that names a block and everything before it
+TokenId = NewType("TokenId", int)
+GroupId = NewType("GroupId", int)  # index of a group of layers that share one block table
+RequestId = NewType("RequestId", str)
+Lineage = NewType("Lineage", int)  # serial number of one exact beginning, never reused; see prefix_index
+
+NULL_BLOCK = BlockId(0)
+"""Never hashed, written or freed; stands for positions that no layer of a group reads."""
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Quotient rounded up."""
+    return -(-numerator // denominator)

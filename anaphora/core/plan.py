@@ -1,0 +1,99 @@
+"""The only things that cross from the control plane to an executor and back: one plan down, one result up.
+
+Frozen, plain, printable. An executor is anything with `execute(plan) -> StepResult`: torch, a simulator, a test.
+A plan says everything an executor needs since the plan before it, so a list of plans is a recording of a run.
+
+    positions of one scheduled request       0 ........ start ............ start + len(token_ids)
+                                             [ in the pool )[ scheduled now )  -> the next token, if sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from anaphora.core.ids import BlockId, RequestId, TokenId
+from anaphora.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that the executor meets for the first time, or again after preemption.
+
+    token_ids: every token known now (prompt, then outputs made before a preemption).
+    seed: resolved per request; the choice at a position depends on it and on the position only.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[TokenId, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """What one request computes in this step.
+
+    start: position of the first scheduled token; K/V of positions [0, start) are in the pool, or
+        (blocks that a request earlier in this plan writes) are in it once this step has written.
+    token_ids: the scheduled tokens, positions [start, start + len(token_ids)). Never empty.
+    new_block_ids: appended to the request's block table since the plan before this one; with an
+        admission in the same plan, the whole table. It covers every scheduled position.
+    sample: whether the last scheduled token is the last known one, so that the next token is sampled.
+    """
+
+    request_id: RequestId
+    start: int
+    token_ids: tuple[TokenId, ...]
+    new_block_ids: tuple[BlockId, ...]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: one forward pass over the scheduled tokens of every scheduled request, in this order.
+
+    released: requests to forget before anything else (finished, aborted, failed or preempted since
+        the plan before this one). An id may be released and admitted again in one plan.
+    """
+
+    step: int
+    released: tuple[RequestId, ...]
+    admitted: tuple[Admission, ...]
+    scheduled: tuple[ScheduledRequest, ...]
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token chosen at one position.
+
+    logprob: raw log-probability of the chosen token (natural log), None unless asked for.
+    rank: 1 for the likeliest token; None unless asked for.
+    top_logprobs: (token id, logprob) of the likeliest tokens, likeliest first; as many as asked for.
+    """
+
+    token_id: TokenId
+    logprob: float | None = None
+    rank: int | None = None
+    top_logprobs: tuple[tuple[TokenId, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave.
+
+    sampled: one entry for each scheduled request with `sample`, unless it failed.
+    failed: request id -> what went wrong (non-finite output). K/V that these requests wrote in this
+        step are worthless; the executor has wiped them.
+    compute_s, sample_s: seconds in the forward pass and in choosing tokens.
+    """
+
+    sampled: Mapping[RequestId, SampledToken]
+    failed: Mapping[RequestId, str] = field(default_factory=dict)
+    compute_s: float = 0.0
+    sample_s: float = 0.0

@@ -1,0 +1,67 @@
+"""What the engine gives back: plain, frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FinishReason = str
+"""`stop` (end token, stop token or stop string), `length` (max_tokens, context limit or pool limit),
+`abort` (cancelled), `error` (the step failed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position: raw log-probability (natural log), rank (1 = likeliest), its text if known."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Where the time of one request went, in seconds by the engine's clock.
+
+    ttft_s: from add_request to the first token; tokenising, hashing and look-up are inside. None before it.
+    e2e_s: from add_request to the end. None before it.
+    queue_s: from add_request to the admission.
+    num_preemptions: how often the request was preempted.
+    num_computed_prompt_tokens: prompt tokens computed until the first token = prompt - cached,
+        and more if it was preempted before its first token.
+    """
+
+    arrival_s: float
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    num_preemptions: int = 0
+    num_computed_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One generated sequence, complete so far.
+
+    logprobs: one dict a token, token id -> Logprob: the chosen token first, then the likeliest; None unless asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One request after a step. `num_cached_tokens` is the hit at first admission and never changes after."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None

@@ -1,0 +1,30 @@
+"""What the engine needs of its surroundings, as protocols: an executor, a tokenizer, a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from anaphora.core.plan import StepPlan, StepResult
+
+Clock = Callable[[], float]
+"""Seconds from any fixed origin; `time.perf_counter` outside tests."""
+
+
+class Executor(Protocol):
+    """Turns a plan into a result: torch (`runtime`), a simulator, a test.
+
+    A call may raise: then the whole step has failed, and the executor has wiped the K/V that it may have written.
+    """
+
+    vocab_size: int
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class Tokenizer(Protocol):
+    """The part of a `transformers` tokenizer that the engine uses."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...

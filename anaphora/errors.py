@@ -1,0 +1,90 @@
+"""Every error that Anaphora raises on purpose. Knows nothing of the rest.
+
+    AnaphoraError
+    ├── ConfigError                  an engine option is wrong or contradicts another
+    ├── RequestError                 one request is wrong; the engine and other requests go on
+    │   ├── EmptyPromptError
+    │   ├── InvalidTokenError        a token id is no integer or outside the vocabulary
+    │   ├── InvalidParameterError    a sampling parameter, salt, message or priority is wrong
+    │   ├── PromptTooLongError       can never fit: context limit or block pool
+    │   ├── DuplicateRequestError
+    │   └── UnknownRequestError
+    ├── ModelError                   a model cannot be used
+    │   ├── UnknownModelError        neither a folder, a file, a built-in name nor a reachable hub id
+    │   ├── ModelFileError           the files are there and are broken or incomplete
+    │   ├── ChecksumError            a fetched file is not the one expected
+    │   ├── FetchError               the registry or hub cannot be reached or refuses
+    │   ├── DiskSpaceError           not enough room to fetch or convert
+    │   └── UnsupportedModelError    the architecture needs something that this engine lacks
+    └── StepFailedError              the model failed while it computed this request
+"""
+
+from __future__ import annotations
+
+
+class AnaphoraError(Exception):
+    """Base of every error raised on purpose. The message says what is wrong and what to do."""
+
+
+class ConfigError(AnaphoraError, ValueError):
+    """An engine option is wrong or contradicts another one."""
+
+
+class RequestError(AnaphoraError, ValueError):
+    """One request is wrong. Nothing of it is kept; the engine serves on."""
+
+
+class EmptyPromptError(RequestError):
+    """The prompt has no tokens."""
+
+
+class InvalidTokenError(RequestError):
+    """A token id is not an integer or lies outside the vocabulary."""
+
+
+class InvalidParameterError(RequestError):
+    """A sampling parameter, salt, message or priority is wrong."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt can never fit: it exceeds the context limit or the whole block pool."""
+
+
+class DuplicateRequestError(RequestError):
+    """A request with this id is alive already."""
+
+
+class UnknownRequestError(RequestError):
+    """No live request has this id."""
+
+
+class ModelError(AnaphoraError):
+    """A model cannot be used."""
+
+
+class UnknownModelError(ModelError):
+    """The name is neither a folder, a file, a built-in name nor a reachable hub id."""
+
+
+class ModelFileError(ModelError):
+    """The model's files are broken or incomplete."""
+
+
+class ChecksumError(ModelError):
+    """A fetched file is not the one that was expected."""
+
+
+class FetchError(ModelError):
+    """The registry or hub cannot be reached, or refuses."""
+
+
+class DiskSpaceError(ModelError):
+    """There is not enough room to fetch or convert the model."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture needs something that this engine lacks."""
+
+
+class StepFailedError(AnaphoraError):
+    """The model failed (exception or non-finite output) while it computed this request."""

@@ -1,0 +1,119 @@
+"""How one request wants its tokens chosen. Plain data; the names are vLLM's and OpenAI's.
+
+Knows nothing of tensors: `runtime.sampler` gives these fields their arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from anaphora.errors import InvalidParameterError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+def _number(name: str, value: object, low: float, high: float, hint: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidParameterError(f"{name} must be a finite number, got {value!r}; {hint}")
+    if not low <= value <= high:
+        raise InvalidParameterError(f"{name} must be {hint}, got {value!r}")
+    return float(value)
+
+
+def _integer(name: str, value: object, low: int, hint: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InvalidParameterError(f"{name} must be {hint}, got {value!r}")
+    return value
+
+
+def _integers(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidParameterError(f"{name} must be a list of token ids, got {values!r}")
+    return tuple(_integer(name, value, 0, "a list of token ids (integers >= 0)") for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends. Validated when made.
+
+    max_tokens: most tokens to generate, at least 1.
+    temperature: 0 is greedy; else logits are divided by it.
+    top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+    top_p: keep the likeliest tokens whose probabilities add up to p, in (0, 1].
+    min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
+    repetition_penalty: > 1 weakens tokens of the prompt and the output (CTRL, arXiv:1909.05858).
+    presence_penalty, frequency_penalty: OpenAI's, over output tokens, in [-2, 2].
+    logit_bias: token id -> number added to its logit, each in [-100, 100].
+    seed: the choice at a position depends on the seed and the position only; None draws one per request.
+    stop: strings that end the output; cut off unless include_stop_str_in_output.
+    stop_token_ids: token ids that end the output, besides the model's own end tokens.
+    ignore_eos: go on past the model's own end tokens.
+    logprobs: report the chosen token's log-probability and the k likeliest ones' (raw, before
+        temperature, penalties and bias), 0 to 20; None reports none, 0 the chosen token's alone.
+
+    Raises InvalidParameterError.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # the class is frozen: normalised values go in here, once
+        _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
+        put(self, "temperature", _number("temperature", self.temperature, 0.0, 100.0, "in [0, 100]; 0 is greedy"))
+        put(self, "top_k", 0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, "an integer >= 0 (0 or -1: all)"))
+        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]"))
+        if self.top_p == 0.0:
+            raise InvalidParameterError("top_p must be in (0, 1], got 0; for greedy choice set temperature=0")
+        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]"))
+        penalty = _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "in (0, 100]")
+        if penalty == 0.0:
+            raise InvalidParameterError("repetition_penalty must be in (0, 100], got 0; 1 switches it off")
+        put(self, "repetition_penalty", penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(self, name, _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]"))
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        bias = {
+            _integer("logit_bias", key, 0, "a map from token ids (integers >= 0)"): _number(
+                "logit_bias", value, -100.0, 100.0, "in [-100, 100]"
+            )
+            for key, value in self.logit_bias.items()
+        }
+        put(self, "logit_bias", bias)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, "an integer >= 0 or None")
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        if not isinstance(stop, Iterable):
+            raise InvalidParameterError(f"stop must be a string or a list of strings, got {self.stop!r}")
+        stop = tuple(stop)
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise InvalidParameterError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidParameterError(f"stop holds {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        put(self, "stop", stop)
+        put(self, "stop_token_ids", _integers("stop_token_ids", self.stop_token_ids or ()))
+        if self.logprobs is not None and _integer("logprobs", self.logprobs, 0, "an integer >= 0 or None") > MAX_LOGPROBS:
+            raise InvalidParameterError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether choosing a token looks at the tokens before it (penalties)."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
