@@ -1,22 +1,22 @@
 """Every error that Anaphora raises on purpose. Knows nothing of the rest.
 
-    AnaphoraError
-    ├── ConfigError                  an engine option is wrong or contradicts another
-    ├── RequestError                 one request is wrong; the engine and other requests go on
-    │   ├── EmptyPromptError
-    │   ├── InvalidTokenError        a token id is no integer or outside the vocabulary
-    │   ├── InvalidParameterError    a sampling parameter, salt, message or priority is wrong
-    │   ├── PromptTooLongError       can never fit: context limit or block pool
-    │   ├── DuplicateRequestError
-    │   └── UnknownRequestError
-    ├── ModelError                   a model cannot be used
-    │   ├── UnknownModelError        neither a folder, a file, a built-in name nor a reachable hub id
-    │   ├── ModelFileError           the files are there and are broken or incomplete
-    │   ├── ChecksumError            a fetched file is not the one expected
-    │   ├── FetchError               the registry or hub cannot be reached or refuses
-    │   ├── DiskSpaceError           not enough room to fetch or convert
-    │   └── UnsupportedModelError    the architecture needs something that this engine lacks
-    └── StepFailedError              the model failed while it computed this request
+AnaphoraError
+├── ConfigError                  an engine option is wrong or contradicts another
+├── RequestError                 one request is wrong; the engine and other requests go on
+│   ├── EmptyPromptError
+│   ├── InvalidTokenError        a token id is no integer or outside the vocabulary
+│   ├── InvalidParameterError    a sampling parameter, salt, message or priority is wrong
+│   ├── PromptTooLongError       can never fit: context limit or block pool
+│   ├── DuplicateRequestError
+│   └── UnknownRequestError
+├── ModelError                   a model cannot be used
+│   ├── UnknownModelError        neither a folder, a file, a built-in name nor a reachable hub id
+│   ├── ModelFileError           the files are there and are broken or incomplete
+│   ├── ChecksumError            a fetched file is not the one expected
+│   ├── FetchError               the registry or hub cannot be reached or refuses
+│   ├── DiskSpaceError           not enough room to fetch or convert
+│   └── UnsupportedModelError    the architecture needs something that this engine lacks
+└── StepFailedError              the model failed while it computed this request
 """
 
 from __future__ import annotations

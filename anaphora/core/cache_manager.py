@@ -1,0 +1,147 @@
+"""The scheduler's face of the cache: look up, admit, grow, stage, commit, withdraw, free. Owns the block tables.
+
+Knows requests and blocks; must not know budgets, queues or who runs next. Tables only grow while a request runs,
+so an executor needs only what was appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anaphora.core.block_pool import BlockPool
+from anaphora.core.groups import AttentionGroup, FullAttention
+from anaphora.core.hashing import BlockChain, HashFunction, sha256
+from anaphora.core.ids import BlockId, RequestId
+from anaphora.core.request import Request
+from anaphora.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a look-up found: leading blocks of a table; those after the first num_committed are pending."""
+
+    blocks: list[BlockId]
+    num_committed: int
+    num_tokens: int
+
+
+NO_HIT = Hit([], 0, 0)
+
+
+class CacheManager:
+    """Block tables of the live requests over one pool.
+
+    num_blocks: usable blocks; the null block comes on top. root: digest of what the model is (hashing.root_digest).
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        root: bytes = b"",
+        hash_function: HashFunction = sha256,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {block_size}")
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.group: AttentionGroup = FullAttention(block_size)
+        self._root = root
+        self._hash_function = hash_function
+        self._tables: dict[RequestId, list[BlockId]] = {}
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens whose K/V the pool can hold for one request."""
+        return self.pool.num_blocks * self.block_size
+
+    def table(self, request_id: RequestId) -> Sequence[BlockId]:
+        """The block ids of a live request in order of position; empty if it holds none."""
+        return self._tables.get(request_id, ())
+
+    @property
+    def tables(self) -> dict[RequestId, list[BlockId]]:
+        return self._tables
+
+    def register(self, request: Request) -> None:
+        """Hash the full blocks of what is known of a new request."""
+        if self.enable_prefix_caching:
+            request.chain = BlockChain(self._root, self.block_size, self._hash_function, request.extra_keys)
+            request.chain.extend(request.tokens)
+
+    def max_hit_tokens(self, request: Request) -> int:
+        """The last known token is always computed, as its logits choose the next one."""
+        return request.num_tokens - 1
+
+    def look_up(self, request: Request) -> Hit:
+        """The longest reusable prefix, in whole blocks. Changes nothing."""
+        if request.chain is None:
+            return NO_HIT
+        blocks, num_committed = self.group.longest_hit(self.pool.index, request.chain, self.max_hit_tokens(request))
+        return Hit(blocks, num_committed, len(blocks) * self.block_size)
+
+    def admit(self, request: Request, hit: Hit) -> bool:
+        """Give a request the blocks of its hit and new ones for every other known token: all or nothing.
+
+        False, and nothing has changed, if the pool lacks the room; `request.min_free_blocks` then says how many free
+        blocks it takes. Hits that are free are charged as the free blocks that they are.
+        """
+        pool = self.pool
+        ref_counts = pool.ref_counts
+        num_new = self.group.blocks_for(request.num_tokens) - len(hit.blocks)
+        needed = num_new + sum(ref_counts[block] == 0 for block in hit.blocks)
+        if needed > pool.num_free:
+            request.min_free_blocks = needed
+            return False
+        pool.touch(hit.blocks)  # before allocating, which may evict whatever is free
+        self._tables[request.request_id] = hit.blocks + pool.allocate(num_new)
+        request.num_computed_tokens = hit.num_tokens
+        request.num_staged_blocks = len(hit.blocks)
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Extend the table to cover num_tokens. False, and nothing has changed, if the pool lacks the room."""
+        table = self._tables[request.request_id]
+        num_new = self.group.blocks_for(num_tokens) - len(table)
+        if num_new > 0:
+            if num_new > self.pool.num_free:
+                return False
+            table += self.pool.allocate(num_new)
+        return True
+
+    def stage(self, request: Request, num_computed_tokens: int) -> list[BlockId]:
+        """Make the blocks pending that the step in flight fills, up to num_computed_tokens; returns them."""
+        first, stop = request.num_staged_blocks, num_computed_tokens // self.block_size
+        if request.chain is None or stop <= first:
+            return []
+        table = self._tables[request.request_id]
+        blocks = table[first:stop]
+        staged = self.pool.stage(blocks, request.chain, first, table[first - 1] if first else None)
+        request.num_staged_blocks = stop
+        return blocks if staged == len(blocks) else blocks[:staged]
+
+    def commit(self, blocks: list[BlockId]) -> None:
+        """The step succeeded: its staged blocks are full and computed, so everyone may find them."""
+        self.pool.commit(blocks)
+
+    def withdraw(self, blocks: list[BlockId]) -> None:
+        """The step failed: what was staged for it is findable no more."""
+        self.pool.withdraw(blocks)
+
+    def free(self, request: Request) -> None:
+        """Give every block of a request back, once. Committed blocks stay findable until they are reused."""
+        table = self._tables.pop(request.request_id, None)
+        if table is not None:
+            self.pool.free(table)
+        request.num_computed_tokens = 0
+        request.num_staged_blocks = 0
+        request.num_planned_blocks = 0
+
+    def reset(self) -> bool:
+        """Forget every cached block. False, and no effect, while a request holds blocks."""
+        return self.pool.reset()

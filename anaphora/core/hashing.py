@@ -1,0 +1,169 @@
+"""What a block is called: canonical bytes, the root of a model, and the chain of hashes of one token sequence.
+
+The byte format is specified in docs/hash-format.md, with golden vectors. This module knows bytes and digests;
+it must not know blocks' places in a pool, requests, or who asks.
+
+    identity of the model --root_digest--> root
+                                             |   block 0            block 1
+    tokens, extra keys ----------------------+-> H(root, c0) = h0 -> H(h0, c1) = h1 -> ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from anaphora.core.ids import BlockHash
+from anaphora.errors import InvalidParameterError
+
+FORMAT_VERSION = 1
+_ROOT_TAG = b"anaphora/root"
+
+
+class Digest(Protocol):
+    def digest(self) -> bytes: ...
+
+
+HashFunction = Callable[[bytes], Digest]
+"""A constructor in `hashlib`'s style: `hash_function(data).digest()`, always of one length."""
+
+sha256: HashFunction = hashlib.sha256
+
+
+class ExtraKeyKind(IntEnum):
+    """The tag of an extra key, so that equal payloads of different kinds differ. Numbers are never reused."""
+
+    SALT = 1
+    LORA = 2
+    MULTIMODAL = 3
+    PROMPT_EMBEDDING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKey:
+    """Something besides tokens that changes K/V or must not be shared.
+
+    block_index: the block whose content it enters; the chain carries it to every later block.
+    """
+
+    kind: ExtraKeyKind
+    payload: bytes
+    block_index: int = 0
+
+
+def salt_key(salt: str) -> ExtraKey:
+    """The cache salt, as its exact code points: look-alikes differ. Raises InvalidParameterError."""
+    if not isinstance(salt, str) or not salt:
+        raise InvalidParameterError(f"cache_salt must be a non-empty string or None, got {salt!r}")
+    try:
+        return ExtraKey(ExtraKeyKind.SALT, salt.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError(f"cache_salt must be valid Unicode: {error.reason} at {error.start}") from None
+
+
+def pack_tokens(token_ids: Iterable[int]) -> array[int]:
+    """Token ids as unsigned 32-bit integers. Raises OverflowError or TypeError if one does not fit."""
+    return array("I", token_ids)
+
+
+def encode_tokens(token_ids: array[int]) -> bytes:
+    """Little-endian u32 each, whatever the machine."""
+    if sys.byteorder == "big":
+        token_ids = array("I", token_ids)
+        token_ids.byteswap()
+    return token_ids.tobytes()
+
+
+def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
+    """u8 kind, u32 length, payload each, in ascending order of (kind, payload)."""
+    ordered = sorted((key.kind, key.payload) for key in keys)
+    return b"".join(struct.pack("<BI", kind, len(payload)) + payload for kind, payload in ordered)
+
+
+def root_digest(identity: Mapping[str, str]) -> bytes:
+    """SHA-256 of what the model *is* (32 bytes): the parent of every block 0.
+
+    identity: field name -> value, strings only: values that Python calls equal and that mean different
+    things (1, 1.0, True) cannot meet here. Raises TypeError.
+    """
+    parts = [_ROOT_TAG, struct.pack("<BI", FORMAT_VERSION, len(identity))]
+    for name in sorted(identity):
+        for text in (name, identity[name]):
+            if not isinstance(text, str):
+                raise TypeError(f"identity holds strings only, got {text!r} in field {name!r}")
+            data = text.encode("utf-8")
+            parts.append(struct.pack("<I", len(data)) + data)
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def block_header(parent_length: int, block_size: int) -> bytes:
+    """The bytes before the parent: u8 version, u32 length of the parent, u32 length of the encoded tokens."""
+    return struct.pack("<BII", FORMAT_VERSION, parent_length, 4 * block_size)
+
+
+class BlockChain:
+    """The hashes of the full blocks of one token sequence, made once, extended as tokens arrive.
+
+    hashes: one digest a full block. contents: what each was made of besides its parent (encoded tokens,
+    then encoded extra keys): the bytes that confirm a hit. Both only grow.
+    """
+
+    __slots__ = ("_extra_keys", "_hash_function", "_piece", "block_size", "contents", "hashes", "root")
+
+    def __init__(
+        self,
+        root: bytes,
+        block_size: int,
+        hash_function: HashFunction = sha256,
+        extra_keys: Iterable[ExtraKey] = (),
+    ) -> None:
+        self.root = root
+        self.block_size = block_size
+        self.hashes: list[BlockHash] = []
+        self.contents: list[bytes] = []
+        self._hash_function = hash_function
+        self._piece = struct.Struct(f"{4 * block_size}s")
+        by_block: dict[int, list[ExtraKey]] = {}
+        for key in extra_keys:
+            by_block.setdefault(key.block_index, []).append(key)
+        self._extra_keys = {index: encode_extra_keys(keys) for index, keys in by_block.items()}
+
+    def extend(self, token_ids: array[int]) -> None:
+        """Hash every full block that is not hashed yet. token_ids: the whole sequence so far."""
+        block_size, first = self.block_size, len(self.hashes)
+        stop = len(token_ids) // block_size
+        if stop <= first:
+            return
+        data = encode_tokens(token_ids[first * block_size : stop * block_size])
+        contents = [piece for (piece,) in self._piece.iter_unpack(data)]
+        for index, extra in self._extra_keys.items():
+            if first <= index < stop:
+                contents[index - first] += extra
+
+        hash_function, hashes = self._hash_function, self.hashes
+        parent: bytes = hashes[-1] if hashes else self.root
+        rest = iter(contents)
+        if not hashes:  # the root may be longer than a digest
+            parent = hash_function(block_header(len(parent), block_size) + parent + next(rest)).digest()
+            hashes.append(BlockHash(parent))
+        header, append = block_header(len(parent), block_size), hashes.append
+        for content in rest:
+            parent = hash_function(header + parent + content).digest()
+            append(parent)  # type: ignore[arg-type]  # a NewType call per block would cost a tenth of the loop
+        self.contents += contents
+
+    def common_blocks(self, other: BlockChain, limit: int) -> int:
+        """How many leading blocks, at most `limit`, are the same by content: exact, whatever the hashes say."""
+        if self.root != other.root:
+            return 0
+        limit = min(limit, len(self.contents), len(other.contents))
+        mine, theirs = self.contents, other.contents
+        if mine[:limit] == theirs[:limit]:
+            return limit
+        return next(index for index in range(limit) if mine[index] != theirs[index])

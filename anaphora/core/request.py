@@ -1,0 +1,123 @@
+"""One request as the control plane sees it: its tokens, its counters, its state. No policy.
+
+cached <= computed <= tokens:
+
+0 ........ num_cached ........ num_computed ............ num_tokens
+[ hit at first admission )[ computed by us )[ known, to be computed )
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+
+from anaphora.core.hashing import BlockChain, ExtraKey, pack_tokens
+from anaphora.core.ids import RequestId, TokenId
+from anaphora.errors import EmptyPromptError, InvalidTokenError
+from anaphora.sampling_params import SamplingParams
+
+
+class RequestState(Enum):
+    WAITING = auto()  # in the queue, also after a preemption
+    FOLLOWING = auto()  # waits for a running request that computes the same beginning
+    RUNNING = auto()  # holds blocks
+    FINISHED = auto()
+
+
+class Request:
+    """A prompt, what has been generated, and how far the K/V are.
+
+    num_cached_tokens: the hit at first admission; never changes after. num_computed_tokens: tokens whose K/V are in the
+    pool now. furthest_computed: the most that it ever was, so that what is computed again after a preemption is told
+    apart. chain is None where prefix caching is off.
+    Raises EmptyPromptError, InvalidTokenError.
+    """
+
+    __slots__ = (
+        "arrival",
+        "chain",
+        "eos_token_ids",
+        "extra_keys",
+        "finish_reason",
+        "furthest_computed",
+        "min_free_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_planned_blocks",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_staged_blocks",
+        "priority",
+        "request_id",
+        "sampling",
+        "seed",
+        "state",
+        "stop_reason",
+        "tokens",
+        "was_admitted",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        extra_keys: Iterable[ExtraKey] = (),
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if not len(prompt_token_ids):
+            raise EmptyPromptError("the prompt has no tokens; give at least one")
+        try:
+            self.tokens: array[int] = pack_tokens(prompt_token_ids)
+        except (TypeError, OverflowError) as error:
+            raise InvalidTokenError(f"token ids must be integers in [0, 2**32): {error}") from None
+        self.request_id = RequestId(request_id)
+        self.sampling = sampling
+        self.seed = seed
+        self.priority = priority
+        self.extra_keys = tuple(extra_keys)
+        self.eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
+        self.num_prompt_tokens = len(self.tokens)
+        self.chain: BlockChain | None = None
+        self.state = RequestState.WAITING
+        self.arrival = 0
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.furthest_computed = 0
+        self.num_preemptions = 0
+        self.was_admitted = False
+        self.num_staged_blocks = 0  # leading blocks of the table that are pending or committed
+        self.num_planned_blocks = 0  # leading blocks of the table that the executor knows
+        self.min_free_blocks = 0  # not worth trying to admit with fewer free blocks than this
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens[: self.num_prompt_tokens].tolist()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :].tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    def append(self, token_id: TokenId) -> None:
+        """One more known token; its K/V come in a later step."""
+        self.tokens.append(token_id)
+        if self.chain is not None:
+            self.chain.extend(self.tokens)

@@ -1,0 +1,427 @@
+"""Who computes what in the next step. There are no phases: each request has tokens, and computed tokens that catch up.
+
+`schedule()` gives a plan, `update()` or `fail()` takes its outcome; at most one plan is in flight. Knows requests,
+budgets and order; blocks only through the cache manager. No clock, no thread, no randomness: the same calls give the
+same plans.
+
+Order. Rank is (priority, arrival); `fcfs` ignores the priority. Running requests come first, in rank order, and each is
+owed at least one token, so that a long prompt never stalls those who decode. Then waiting requests in rank order, until
+one does not fit: nobody overtakes it. When the pool runs dry, the running request of the worst rank is preempted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from anaphora.core.cache_manager import CacheManager, Hit
+from anaphora.core.followers import Followers
+from anaphora.core.ids import BlockHash, BlockId, RequestId
+from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.core.request import Request, RequestState
+from anaphora.core.stats import Counters, Gauges, Stats
+from anaphora.errors import ConfigError, DuplicateRequestError, PromptTooLongError, UnknownRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a step did to one request: a token, an end, both, or neither (a chunk of its prompt)."""
+
+    request: Request
+    token: SampledToken | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """The part of a scheduled request that only the control plane needs."""
+
+    request: Request
+    num_tokens: int
+    staged: list[BlockId]
+    shares_with: set[RequestId]  # requests of this step whose pending blocks it reads
+
+
+class _Step:
+    """A plan in the making.
+
+    frontier: hash of the next full block of a request that is behind its known tokens -> it, and how many full blocks
+    it has with this step. pending_writer: block -> the request of this step that writes it.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.preempted = False
+        self.admitted: list[Admission] = []
+        self.scheduled: list[ScheduledRequest] = []
+        self.in_flight: dict[RequestId, _InFlight] = {}
+        self.frontier: dict[BlockHash, tuple[Request, int]] = {}
+        self.pending_writer: dict[BlockId, RequestId] = {}
+
+
+class Scheduler:
+    """See the module. Raises ConfigError."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        policy: str = "fcfs",
+    ) -> None:
+        if max_num_batched_tokens < 1 or max_num_seqs < 1:
+            raise ConfigError("max_num_batched_tokens and max_num_seqs must be at least 1")
+        if policy not in ("fcfs", "priority"):
+            raise ConfigError(f"scheduling policy must be fcfs or priority, got {policy!r}")
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running request is owed a token a step
+        self.max_model_len = max_model_len
+        self._by_priority = policy == "priority"
+        self._requests: dict[RequestId, Request] = {}
+        self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap; ended requests are skipped when they surface
+        self._running: list[Request] = []  # in rank order
+        self._followers = Followers()
+        self._released: list[RequestId] = []
+        self._in_flight: dict[RequestId, _InFlight] | None = None
+        self._ended_in_flight: dict[RequestId, str] = {}
+        self._num_arrivals = 0
+        self._num_waiting = 0
+        self.counters = Counters()
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises PromptTooLongError or DuplicateRequestError; then nothing of it is kept."""
+        if request.request_id in self._requests:
+            raise DuplicateRequestError(f"request {request.request_id!r} is alive already; choose another id")
+        self.check_fits(request.num_prompt_tokens)
+        self.cache.register(request)
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._enqueue(request)
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Refuse at once what can never run, whatever is cached. Raises PromptTooLongError."""
+        if self.max_model_len is not None and num_prompt_tokens >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, but prompt and output together may have "
+                f"{self.max_model_len} (max_model_len); shorten it to {self.max_model_len - 1} or less"
+            )
+        if num_prompt_tokens > self.cache.capacity_tokens:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, but the whole pool holds {self.cache.capacity_tokens} "
+                f"({self.cache.pool.num_blocks} blocks of {self.cache.block_size}); shorten it or raise num_blocks"
+            )
+
+    def finish(self, request_id: str, reason: str) -> None:
+        """End a live request from outside (`stop`, `abort`). While a step is in flight it ends with that step.
+
+        Raises UnknownRequestError.
+        """
+        request = self._requests.get(RequestId(request_id))
+        if request is None:
+            raise UnknownRequestError(f"no live request has the id {request_id!r}; it may have finished already")
+        if self._in_flight is not None and request.request_id in self._in_flight:
+            self._ended_in_flight[request.request_id] = reason
+        else:
+            self._end(request, reason)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self._by_priority else 0, request.arrival)
+
+    def _enqueue(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        request.min_free_blocks = 0
+        self._num_waiting += 1
+        heapq.heappush(self._waiting, (self._rank(request), request))
+
+    def _leave_running(self, request: Request) -> None:
+        """Give its blocks back; whoever waited for its blocks looks again."""
+        self._running.remove(request)
+        self.cache.free(request)
+        self._released.append(request.request_id)
+        for follower in self._followers.release_all(request):
+            self._enqueue(follower)
+
+    def _end(self, request: Request, reason: str) -> None:
+        if request.state is RequestState.RUNNING:
+            self._leave_running(request)
+        elif request.state is RequestState.FOLLOWING:
+            self._followers.discard(request)
+        else:
+            self._num_waiting -= 1
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        if reason == "abort":
+            self.counters.num_aborted_requests += 1
+        elif reason == "error":
+            self.counters.num_failed_requests += 1
+        else:
+            self.counters.num_finished_requests += 1
+
+    def _preempt(self, request: Request) -> None:
+        self._leave_running(request)
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._enqueue(request)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None if no request can run. The caller then owes `update` or `fail`."""
+        assert self._in_flight is None, "update() or fail() comes before the next schedule()"
+        step = _Step(self.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:  # what was just taken away is not given to someone else
+            self._schedule_waiting(step)
+        if not step.scheduled:
+            return None
+        self._in_flight = step.in_flight
+        self.counters.num_steps += 1
+        released, self._released = tuple(self._released), []
+        return StepPlan(self.counters.num_steps, released, tuple(step.admitted), tuple(step.scheduled))
+
+    def _schedule_running(self, step: _Step) -> None:
+        index = 0
+        while index < len(self._running):
+            request = self._running[index]
+            owed = len(self._running) - index - 1
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget - owed)
+            while not self.cache.grow(request, request.num_computed_tokens + num_tokens):
+                step.preempted = True
+                victim = self._running[-1]  # the worst rank: not scheduled yet
+                self._preempt(victim)
+                if victim is request:
+                    return
+            self._put(step, request, num_tokens, set())
+            index += 1
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        while self._waiting and step.budget > 0 and len(self._running) < self.max_num_seqs:
+            request = self._waiting[0][1]
+            if request.is_finished:
+                heapq.heappop(self._waiting)
+                continue
+            if request.min_free_blocks > self.cache.pool.num_free:
+                return
+            hit = self.cache.look_up(request)
+            if leader := self._leader_of(step, request, hit):
+                self._dequeue(RequestState.FOLLOWING)
+                self._followers.add(request, *leader)
+                continue
+            if not self.cache.admit(request, hit):
+                return
+            self._dequeue(RequestState.RUNNING)
+            insort(self._running, request, key=self._rank)
+            self._count_admission(request, hit)
+            step.admitted.append(
+                Admission(
+                    request.request_id,
+                    tuple(request.tokens),  # type: ignore[arg-type]
+                    request.num_prompt_tokens,
+                    request.sampling,
+                    request.seed,
+                )
+            )
+            writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}
+            self._put(step, request, min(request.num_tokens - hit.num_tokens, step.budget), writers)
+
+    def _put(self, step: _Step, request: Request, num_tokens: int, shares_with: set[RequestId]) -> None:
+        """Schedule num_tokens of a request that has the blocks for them."""
+        start = request.num_computed_tokens
+        stop = start + num_tokens
+        table = self.cache.table(request.request_id)
+        new_blocks = tuple(table[request.num_planned_blocks :])
+        request.num_planned_blocks = len(table)
+        token_ids = tuple(request.tokens[start:stop])
+        sample = stop == request.num_tokens
+        step.scheduled.append(ScheduledRequest(request.request_id, start, token_ids, new_blocks, sample))  # type: ignore[arg-type]
+        step.budget -= num_tokens
+        staged = self.cache.stage(request, stop)
+        for block in staged:
+            step.pending_writer[block] = request.request_id
+        step.in_flight[request.request_id] = _InFlight(request, num_tokens, staged, shares_with)
+        if request.chain is not None:
+            num_blocks = stop // self.cache.block_size
+            if num_blocks < len(request.chain.hashes):
+                step.frontier[request.chain.hashes[num_blocks]] = request, num_blocks
+            for follower in self._followers.release(request, num_blocks):
+                self._enqueue(follower)
+
+    def _leader_of(self, step: _Step, request: Request, hit: Hit) -> tuple[Request, int] | None:
+        """Who computes this request's next block, and how many leading blocks the two share; None if nobody does.
+
+        A running request's next block is its frontier. If both have the same one, and their contents agree up to
+        there and beyond what the leader has planned, it is cheaper to wait.
+        """
+        chain = request.chain
+        if chain is None or len(hit.blocks) >= len(chain.hashes):
+            return None
+        leader, num_planned = step.frontier.get(chain.hashes[len(hit.blocks)], (None, 0))
+        if leader is None or leader.chain is None:
+            return None
+        shared = chain.common_blocks(leader.chain, self.cache.max_hit_tokens(request) // self.cache.block_size)
+        return (leader, shared) if shared > num_planned else None
+
+    def _dequeue(self, state: RequestState) -> None:
+        _, request = heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        request.state = state
+
+    def _count_admission(self, request: Request, hit: Hit) -> None:
+        if request.was_admitted:
+            self.counters.num_requeried_tokens += request.num_tokens
+            self.counters.num_rehit_tokens += hit.num_tokens
+        else:
+            request.was_admitted = True
+            request.num_cached_tokens = hit.num_tokens
+            self.counters.num_queried_tokens += request.num_tokens
+            self.counters.num_hit_tokens += hit.num_tokens
+        request.furthest_computed = max(request.furthest_computed, hit.num_tokens)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """Take the outcome of the plan in flight: commit what was written, append what was sampled, end what is done.
+
+        A request that failed takes those with it that read blocks it was to write in this step.
+        """
+        in_flight = self._take_in_flight()
+        failed = dict(result.failed)
+        for request_id, entry in in_flight.items():  # a writer comes before its readers
+            if request_id not in failed and (culprits := entry.shares_with & failed.keys()):
+                failed[request_id] = f"it shares blocks of this step with {min(culprits)}: {failed[min(culprits)]}"
+        self._withdraw(entry for request_id, entry in in_flight.items() if request_id in failed)
+        updates = []
+        for request_id, entry in in_flight.items():
+            if request_id in failed:
+                updates.append(self._fail_request(entry.request, failed[request_id]))
+                continue
+            self._count_computed(entry.request, entry.num_tokens)
+            self.cache.commit(entry.staged)
+            updates.append(self._advance(entry.request, result.sampled.get(request_id)))
+        return updates
+
+    def fail(self, plan: StepPlan, reason: str) -> list[RequestUpdate]:
+        """The plan in flight did not run to its end: nothing it wrote counts, and its requests end with an error."""
+        in_flight = self._take_in_flight()
+        self.counters.num_failed_steps += 1
+        self._withdraw(in_flight.values())
+        return [self._fail_request(entry.request, reason) for entry in in_flight.values()]
+
+    def _take_in_flight(self) -> dict[RequestId, _InFlight]:
+        assert self._in_flight is not None, "there is no plan in flight"
+        in_flight, self._in_flight = self._in_flight, None
+        return in_flight
+
+    def _count_computed(self, request: Request, num_tokens: int) -> None:
+        stop = request.num_computed_tokens + num_tokens
+        new_from = max(request.num_computed_tokens, request.furthest_computed)
+        self.counters.num_computed_tokens += num_tokens
+        self.counters.num_recomputed_tokens += min(stop, new_from) - request.num_computed_tokens
+        self.counters.num_computed_prompt_tokens += max(0, min(stop, request.num_prompt_tokens) - new_from)
+        request.num_computed_tokens = stop
+        request.furthest_computed = max(stop, request.furthest_computed)
+
+    def _withdraw(self, entries: Iterable[_InFlight]) -> None:
+        """Every pending entry goes before any block is freed: a failed request may read a block that another wrote."""
+        for entry in entries:
+            self.cache.withdraw(entry.staged)
+
+    def _fail_request(self, request: Request, reason: str) -> RequestUpdate:
+        self._ended_in_flight.pop(request.request_id, None)
+        self._end(request, "error")
+        return RequestUpdate(request, finish_reason="error", error=reason)
+
+    def _advance(self, request: Request, token: SampledToken | None) -> RequestUpdate:
+        reason = self._ended_in_flight.pop(request.request_id, None)
+        if reason is not None:
+            token = None
+        elif token is not None:
+            request.append(token.token_id)
+            self.counters.num_generated_tokens += 1
+            reason = self._finish_reason(request, token.token_id)
+        if reason is not None:
+            self._end(request, reason)
+        return RequestUpdate(request, token, reason)
+
+    def _finish_reason(self, request: Request, token_id: int) -> str | None:
+        if token_id in request.eos_token_ids:
+            return "stop"
+        if token_id in request.sampling.stop_token_ids:
+            request.stop_reason = token_id
+            return "stop"
+        if request.num_output_tokens >= request.sampling.max_tokens:
+            return "length"
+        if self.max_model_len is not None and request.num_tokens >= self.max_model_len:
+            return "length"
+        # The last token's K/V are never needed, so one token more than the pool holds can be known.
+        return "length" if request.num_tokens > self.cache.capacity_tokens else None
+
+    # -- the cache as a whole ------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget everything cached. False, and no effect, while requests hold blocks or a step is in flight.
+
+        preempt_running: give up the running requests' blocks first; they queue again and compute everything anew.
+        """
+        if self._in_flight is not None or (self._running and not preempt_running):
+            return False
+        for request in reversed(self._running[:]):
+            self._preempt(request)
+        return self.cache.reset()
+
+    def stats(self) -> Stats:
+        """A snapshot; two of them give a delta."""
+        pool = self.cache.pool
+        gauges = Gauges(
+            num_total_blocks=pool.num_blocks,
+            num_live_blocks=pool.num_live,
+            num_cached_blocks=pool.free_queue.num_cached,
+            num_blank_blocks=pool.free_queue.num_blank,
+            num_running=len(self._running),
+            num_waiting=self._num_waiting,
+            num_following=len(self._followers),
+        )
+        counters = replace(
+            self.counters,
+            num_committed_blocks=pool.index.num_committed,
+            num_duplicate_blocks=pool.index.num_duplicates,
+            num_collisions=pool.index.num_collisions,
+            num_evicted_blocks=pool.num_evicted,
+        )
+        return Stats(counters, gauges)
+
+    def inconsistencies(self) -> list[str]:
+        """Equations between requests and block tables that do not hold. For tests."""
+        broken = []
+        running = {request.request_id for request in self._running}
+        if running != self.cache.tables.keys():
+            broken.append(f"running {sorted(running)}, but tables for {sorted(self.cache.tables)}")
+        if self._in_flight is None and self.cache.pool.index.num_pending:
+            broken.append(f"{self.cache.pool.index.num_pending} blocks are pending between steps")
+        for request in self._running:
+            num_blocks = len(self.cache.table(request.request_id))
+            if not request.num_computed_tokens < request.num_tokens:
+                broken.append(f"{request.request_id!r} runs and has nothing to compute")
+            if num_blocks * self.cache.block_size < request.num_computed_tokens:
+                broken.append(f"{request.request_id!r} has computed more than its {num_blocks} blocks hold")
+        states = Counter(request.state for request in self._requests.values())
+        if states[RequestState.RUNNING] != len(self._running) or len(self._running) > self.max_num_seqs:
+            broken.append(f"{states[RequestState.RUNNING]} requests say that they run, {len(self._running)} do")
+        if states[RequestState.FOLLOWING] != len(self._followers):
+            broken.append(f"{states[RequestState.FOLLOWING]} requests say that they follow, {len(self._followers)} do")
+        if states[RequestState.WAITING] != self._num_waiting:
+            broken.append(f"{states[RequestState.WAITING]} requests say that they wait, {self._num_waiting} do")
+        return broken

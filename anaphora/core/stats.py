@@ -1,0 +1,77 @@
+"""Counters and gauges of the control plane as plain data. Counters only rise; their difference describes an interval.
+
+hit rate = hit / queried tokens. A request counts once, at its first admission; what it looks up again after a
+preemption is counted apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class Counters:
+    """Tokens unless the name says otherwise, cumulative since the engine began. `stats()` gives copies.
+
+    queried, hit: prompt tokens of first admissions, and how many of them were found.
+    computed: tokens whose K/V were computed; prompt ones among them (each position once: queried - hit, when all is
+        computed); recomputed ones among them (computed before, lost by a preemption).
+    requeried, rehit: as queried and hit, of admissions after a preemption.
+    evicted_blocks: lost their content to an allocation. committed_blocks: became findable. duplicate_blocks: of these,
+        beside a block of the same content. collisions: blocks kept out of the index as their hash names other content.
+    """
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_requeried_tokens: int = 0
+    num_rehit_tokens: int = 0
+    num_preemptions: int = 0
+    num_committed_blocks: int = 0
+    num_duplicate_blocks: int = 0
+    num_evicted_blocks: int = 0
+    num_collisions: int = 0
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    num_finished_requests: int = 0
+    num_aborted_requests: int = 0
+    num_failed_requests: int = 0
+
+    def delta(self, earlier: Counters) -> Counters:
+        """What happened since an earlier snapshot of the same engine."""
+        return Counters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+    @property
+    def hit_rate(self) -> float:
+        """In [0, 1]; 0 before the first query."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """The state now. live + cached + blank == total blocks (the null block is not among them).
+
+    live: held by requests. cached: free and findable. blank: free, nothing findable in them.
+    """
+
+    num_total_blocks: int
+    num_live_blocks: int
+    num_cached_blocks: int
+    num_blank_blocks: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_following: int = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """What an allocation can get: cached + blank."""
+        return self.num_cached_blocks + self.num_blank_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    counters: Counters
+    gauges: Gauges
