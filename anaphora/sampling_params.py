@@ -78,9 +78,8 @@ class SamplingParams:
         put = object.__setattr__  # the class is frozen: normalised values go in here, once
         _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
         put(self, "temperature", _number("temperature", self.temperature, 0.0, 100.0, "in [0, 100]; 0 is greedy"))
-        put(
-            self, "top_k", 0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, "an integer >= 0 (0 or -1: all)")
-        )
+        top_k = 0 if self.top_k == -1 else self.top_k
+        put(self, "top_k", _integer("top_k", top_k, 0, "an integer >= 0 (0 or -1: all)"))
         put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]"))
         if self.top_p == 0.0:
             raise InvalidParameterError("top_p must be in (0, 1], got 0; for greedy choice set temperature=0")
@@ -101,7 +100,9 @@ class SamplingParams:
         }
         put(self, "logit_bias", bias)
         if self.seed is not None:
-            _integer("seed", self.seed, 0, "an integer >= 0 or None")
+            _integer("seed", self.seed, 0, "an integer in [0, 2**64) or None")
+            if self.seed >= 2**64:
+                raise InvalidParameterError(f"seed must be an integer in [0, 2**64) or None, got {self.seed}")
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stop, Iterable):
             raise InvalidParameterError(f"stop must be a string or a list of strings, got {self.stop!r}")
@@ -112,11 +113,10 @@ class SamplingParams:
             raise InvalidParameterError(f"stop holds {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
         put(self, "stop", stop)
         put(self, "stop_token_ids", _integers("stop_token_ids", self.stop_token_ids or ()))
-        if (
-            self.logprobs is not None
-            and _integer("logprobs", self.logprobs, 0, "an integer >= 0 or None") > MAX_LOGPROBS
-        ):
-            raise InvalidParameterError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, "an integer >= 0 or None")
+            if self.logprobs > MAX_LOGPROBS:
+                raise InvalidParameterError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
 
     @property
     def needs_history(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from anaphora.core.cache_manager import CacheManager
-from anaphora.core.ids import NULL_BLOCK
+from anaphora.core.ids import NULL_BLOCK, BlockId
 from anaphora.core.scheduler import Scheduler
 
 
@@ -33,7 +33,7 @@ def check_cache(cache: CacheManager) -> None:
     claim(len(queue) == len(queued), "a block is in the free queue twice")
     claim(NULL_BLOCK not in queued and pool.ref_counts[NULL_BLOCK] == 0, "the null block is queued or owned")
     claim(index.hashes[NULL_BLOCK] is None, "the null block has a hash")
-    for block in range(1, pool.num_blocks + 1):
+    for block in map(BlockId, range(1, pool.num_blocks + 1)):
         refs = pool.ref_counts[block]
         claim(refs == owners[block], f"block {block}: ref count {refs}, in {owners[block]} tables")
         claim((refs == 0) == (block in queued), f"block {block}: ref count {refs}, queued: {block in queued}")

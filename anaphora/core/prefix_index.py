@@ -130,7 +130,7 @@ class PrefixIndex:
             if twin is None:
                 twin = pending.setdefault(block_hash, block)
             if twin == block:
-                last = lineage = last + 1  # type: ignore[assignment]
+                last = lineage = Lineage(last + 1)
             elif parents[twin] == parent and all_contents[twin] == content:
                 lineage = lineages[twin]
             else:

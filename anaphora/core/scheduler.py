@@ -11,7 +11,6 @@ one does not fit: nobody overtakes it. When the pool runs dry, the running reque
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
@@ -19,10 +18,12 @@ from dataclasses import dataclass, replace
 
 from anaphora.core.cache_manager import CacheManager, Hit
 from anaphora.core.followers import Followers
-from anaphora.core.ids import BlockHash, BlockId, RequestId
+from anaphora.core.ids import RequestId
 from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.core.request import Request, RequestState
 from anaphora.core.stats import Counters, Gauges, Stats
+from anaphora.core.step import InFlight, Step
+from anaphora.core.waiting_queue import Rank, WaitingQueue
 from anaphora.errors import ConfigError, DuplicateRequestError, PromptTooLongError, UnknownRequestError
 
 
@@ -34,33 +35,6 @@ class RequestUpdate:
     token: SampledToken | None = None
     finish_reason: str | None = None
     error: str | None = None
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """The part of a scheduled request that only the control plane needs."""
-
-    request: Request
-    num_tokens: int
-    staged: list[BlockId]
-    shares_with: set[RequestId]  # requests of this step whose pending blocks it reads
-
-
-class _Step:
-    """A plan in the making.
-
-    frontier: hash of the next full block of a request that is behind its known tokens -> it, and how many full blocks
-    it has with this step. pending_writer: block -> the request of this step that writes it.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.preempted = False
-        self.admitted: list[Admission] = []
-        self.scheduled: list[ScheduledRequest] = []
-        self.in_flight: dict[RequestId, _InFlight] = {}
-        self.frontier: dict[BlockHash, tuple[Request, int]] = {}
-        self.pending_writer: dict[BlockId, RequestId] = {}
 
 
 class Scheduler:
@@ -85,14 +59,13 @@ class Scheduler:
         self.max_model_len = max_model_len
         self._by_priority = policy == "priority"
         self._requests: dict[RequestId, Request] = {}
-        self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap; ended requests are skipped when they surface
+        self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in rank order
         self._followers = Followers()
         self._released: list[RequestId] = []
-        self._in_flight: dict[RequestId, _InFlight] | None = None
+        self._in_flight: dict[RequestId, InFlight] | None = None
         self._ended_in_flight: dict[RequestId, str] = {}
         self._num_arrivals = 0
-        self._num_waiting = 0
         self.counters = Counters()
 
     # -- requests come and go ------------------------------------------------------------------------------------------
@@ -138,14 +111,13 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def _rank(self, request: Request) -> tuple[int, int]:
+    def _rank(self, request: Request) -> Rank:
         return (request.priority if self._by_priority else 0, request.arrival)
 
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
         request.min_free_blocks = 0
-        self._num_waiting += 1
-        heapq.heappush(self._waiting, (self._rank(request), request))
+        self._waiting.push(self._rank(request), request)
 
     def _leave_running(self, request: Request) -> None:
         """Give its blocks back; whoever waited for its blocks looks again."""
@@ -161,7 +133,7 @@ class Scheduler:
         elif request.state is RequestState.FOLLOWING:
             self._followers.discard(request)
         else:
-            self._num_waiting -= 1
+            self._waiting.discard()
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
@@ -183,7 +155,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None if no request can run. The caller then owes `update` or `fail`."""
         assert self._in_flight is None, "update() or fail() comes before the next schedule()"
-        step = _Step(self.max_num_batched_tokens)
+        step = Step(self.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:  # what was just taken away is not given to someone else
             self._schedule_waiting(step)
@@ -194,7 +166,7 @@ class Scheduler:
         released, self._released = tuple(self._released), []
         return StepPlan(self.counters.num_steps, released, tuple(step.admitted), tuple(step.scheduled))
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: Step) -> None:
         index = 0
         while index < len(self._running):
             request = self._running[index]
@@ -209,22 +181,23 @@ class Scheduler:
             self._put(step, request, num_tokens, set())
             index += 1
 
-    def _schedule_waiting(self, step: _Step) -> None:
-        while self._waiting and step.budget > 0 and len(self._running) < self.max_num_seqs:
-            request = self._waiting[0][1]
-            if request.is_finished:
-                heapq.heappop(self._waiting)
-                continue
+    def _schedule_waiting(self, step: Step) -> None:
+        while step.budget > 0 and len(self._running) < self.max_num_seqs:
+            request = self._waiting.first()
+            if request is None:
+                return
             if request.min_free_blocks > self.cache.pool.num_free:
                 return
             hit = self.cache.look_up(request)
             if leader := self._leader_of(step, request, hit):
-                self._dequeue(RequestState.FOLLOWING)
+                self._waiting.pop()
+                request.state = RequestState.FOLLOWING
                 self._followers.add(request, *leader)
                 continue
             if not self.cache.admit(request, hit):
                 return
-            self._dequeue(RequestState.RUNNING)
+            self._waiting.pop()
+            request.state = RequestState.RUNNING
             insort(self._running, request, key=self._rank)
             self._count_admission(request, hit)
             step.admitted.append(
@@ -239,7 +212,7 @@ class Scheduler:
             writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}
             self._put(step, request, min(request.num_tokens - hit.num_tokens, step.budget), writers)
 
-    def _put(self, step: _Step, request: Request, num_tokens: int, shares_with: set[RequestId]) -> None:
+    def _put(self, step: Step, request: Request, num_tokens: int, shares_with: set[RequestId]) -> None:
         """Schedule num_tokens of a request that has the blocks for them."""
         start = request.num_computed_tokens
         stop = start + num_tokens
@@ -253,7 +226,7 @@ class Scheduler:
         staged = self.cache.stage(request, stop)
         for block in staged:
             step.pending_writer[block] = request.request_id
-        step.in_flight[request.request_id] = _InFlight(request, num_tokens, staged, shares_with)
+        step.in_flight[request.request_id] = InFlight(request, num_tokens, staged, shares_with)
         if request.chain is not None:
             num_blocks = stop // self.cache.block_size
             if num_blocks < len(request.chain.hashes):
@@ -261,7 +234,7 @@ class Scheduler:
             for follower in self._followers.release(request, num_blocks):
                 self._enqueue(follower)
 
-    def _leader_of(self, step: _Step, request: Request, hit: Hit) -> tuple[Request, int] | None:
+    def _leader_of(self, step: Step, request: Request, hit: Hit) -> tuple[Request, int] | None:
         """Who computes this request's next block, and how many leading blocks the two share; None if nobody does.
 
         A running request's next block is its frontier. If both have the same one, and their contents agree up to
@@ -275,11 +248,6 @@ class Scheduler:
             return None
         shared = chain.common_blocks(leader.chain, self.cache.max_hit_tokens(request) // self.cache.block_size)
         return (leader, shared) if shared > num_planned else None
-
-    def _dequeue(self, state: RequestState) -> None:
-        _, request = heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-        request.state = state
 
     def _count_admission(self, request: Request, hit: Hit) -> None:
         if request.was_admitted:
@@ -320,7 +288,7 @@ class Scheduler:
         self._withdraw(in_flight.values())
         return [self._fail_request(entry.request, reason) for entry in in_flight.values()]
 
-    def _take_in_flight(self) -> dict[RequestId, _InFlight]:
+    def _take_in_flight(self) -> dict[RequestId, InFlight]:
         assert self._in_flight is not None, "there is no plan in flight"
         in_flight, self._in_flight = self._in_flight, None
         return in_flight
@@ -334,7 +302,7 @@ class Scheduler:
         request.num_computed_tokens = stop
         request.furthest_computed = max(stop, request.furthest_computed)
 
-    def _withdraw(self, entries: Iterable[_InFlight]) -> None:
+    def _withdraw(self, entries: Iterable[InFlight]) -> None:
         """Every pending entry goes before any block is freed: a failed request may read a block that another wrote."""
         for entry in entries:
             self.cache.withdraw(entry.staged)
@@ -391,7 +359,7 @@ class Scheduler:
             num_cached_blocks=pool.free_queue.num_cached,
             num_blank_blocks=pool.free_queue.num_blank,
             num_running=len(self._running),
-            num_waiting=self._num_waiting,
+            num_waiting=len(self._waiting),
             num_following=len(self._followers),
         )
         counters = replace(
@@ -422,6 +390,6 @@ class Scheduler:
             broken.append(f"{states[RequestState.RUNNING]} requests say that they run, {len(self._running)} do")
         if states[RequestState.FOLLOWING] != len(self._followers):
             broken.append(f"{states[RequestState.FOLLOWING]} requests say that they follow, {len(self._followers)} do")
-        if states[RequestState.WAITING] != self._num_waiting:
-            broken.append(f"{states[RequestState.WAITING]} requests say that they wait, {self._num_waiting} do")
+        if states[RequestState.WAITING] != len(self._waiting):
+            broken.append(f"{states[RequestState.WAITING]} requests say that they wait, {len(self._waiting)} do")
         return broken
