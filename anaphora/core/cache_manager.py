@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anaphora.core.block_pool import BlockPool
+from anaphora.core.chain_memo import ChainMemo
 from anaphora.core.groups import AttentionGroup, FullAttention
 from anaphora.core.hashing import BlockChain, HashFunction, sha256
 from anaphora.core.ids import BlockId, RequestId
@@ -53,6 +54,7 @@ class CacheManager:
         self.group: AttentionGroup = FullAttention(block_size)
         self._root = root
         self._hash_function = hash_function
+        self._memo = ChainMemo(max_blocks=num_blocks)
         self._tables: dict[RequestId, list[BlockId]] = {}
 
     @property
@@ -72,7 +74,7 @@ class CacheManager:
         """Hash the full blocks of what is known of a new request."""
         if self.enable_prefix_caching:
             request.chain = BlockChain(self._root, self.block_size, self._hash_function, request.extra_keys)
-            request.chain.extend(request.tokens)
+            self._memo.fill(request.chain, request.tokens)
 
     def max_hit_tokens(self, request: Request) -> int:
         """The last known token is always computed, as its logits choose the next one."""

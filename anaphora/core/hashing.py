@@ -111,10 +111,11 @@ class BlockChain:
     """The hashes of the full blocks of one token sequence, made once, extended as tokens arrive.
 
     hashes: one digest a full block. contents: what each was made of besides its parent (encoded tokens,
-    then encoded extra keys): the bytes that confirm a hit. Both only grow.
+    then encoded extra keys): the bytes that confirm a hit. Both only grow. token_ids: the sequence itself.
+    extra_keys: block index -> encoded extra keys.
     """
 
-    __slots__ = ("_extra_keys", "_hash_function", "_piece", "block_size", "contents", "hashes", "root")
+    __slots__ = ("_hash_function", "_piece", "block_size", "contents", "extra_keys", "hashes", "root", "token_ids")
 
     def __init__(
         self,
@@ -125,6 +126,7 @@ class BlockChain:
     ) -> None:
         self.root = root
         self.block_size = block_size
+        self.token_ids: array[int] = array("I")
         self.hashes: list[BlockHash] = []
         self.contents: list[bytes] = []
         self._hash_function = hash_function
@@ -132,17 +134,23 @@ class BlockChain:
         by_block: dict[int, list[ExtraKey]] = {}
         for key in extra_keys:
             by_block.setdefault(key.block_index, []).append(key)
-        self._extra_keys = {index: encode_extra_keys(keys) for index, keys in by_block.items()}
+        self.extra_keys = {index: encode_extra_keys(keys) for index, keys in by_block.items()}
 
-    def extend(self, token_ids: array[int]) -> None:
-        """Hash every full block that is not hashed yet. token_ids: the whole sequence so far."""
+    def extend(self, token_ids: array[int], max_blocks: int | None = None) -> int:
+        """Hash the full blocks that are not hashed yet, at most max_blocks; returns how many.
+
+        token_ids: the whole sequence so far; kept, not copied, so it may grow but not change.
+        """
+        self.token_ids = token_ids
         block_size, first = self.block_size, len(self.hashes)
         stop = len(token_ids) // block_size
+        if max_blocks is not None:
+            stop = min(stop, first + max_blocks)
         if stop <= first:
-            return
+            return 0
         data = encode_tokens(token_ids[first * block_size : stop * block_size])
         contents = [piece for (piece,) in self._piece.iter_unpack(data)]
-        for index, extra in self._extra_keys.items():
+        for index, extra in self.extra_keys.items():
             if first <= index < stop:
                 contents[index - first] += extra
 
@@ -157,6 +165,7 @@ class BlockChain:
             parent = hash_function(header + parent + content).digest()
             append(parent)  # type: ignore[arg-type]  # a NewType call per block would cost a tenth of the loop
         self.contents += contents
+        return stop - first
 
     def common_blocks(self, other: BlockChain, limit: int) -> int:
         """How many leading blocks, at most `limit`, are the same by content: exact, whatever the hashes say."""
