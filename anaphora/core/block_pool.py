@@ -62,9 +62,7 @@ class BlockPool:
 
     def _evict(self, blocks: list[BlockId]) -> None:
         """Take the index entries away *before* the blocks are given out, so that no one finds what is overwritten."""
-        remove = self.index.remove
-        for block in blocks:
-            remove(block)
+        self.index.remove_all(blocks)
         self.num_evicted += len(blocks)
 
     def touch(self, blocks: Sequence[BlockId]) -> None:
@@ -119,7 +117,8 @@ class BlockPool:
         """Evict everything. False, and nothing changes, while any block has an owner. Not counted as evictions."""
         if self.num_live:
             return False
-        for block in self.free_queue.pop_all_cached():
-            self.index.remove(block)
+        blocks = self.free_queue.pop_all_cached()
+        self.index.remove_all(blocks)
+        for block in blocks:
             self.free_queue.put_blank(block)
         return True
