@@ -123,13 +123,14 @@ def main() -> None:
     if args.json:
         print(json.dumps({"requests": rows, "construction": pool_rows, "growth": growth}, indent=2))
         return
-    print("prompt   pool     case                          µs/block: pack  hash  look-up  allocate  commit  free   µs/request (min–max)")
+    print("prompt      pool case                        µs/block: pack  hash  look-up  allocate  commit  free", end="")
+    print("  µs/request (min-max)")
     for row in rows:
         print(
             f"{row['prompt_tokens']:>7} {row['pool_blocks']:>8} {row['case']:<35}"
             f"{row['pack_us_per_block']:>7.2f}{row['hash_us_per_block']:>6.2f}{row['look_up_us_per_block']:>9.3f}"
             f"{row['allocate_us_per_block']:>10.2f}{row['commit_us_per_block']:>8.2f}{row['free_us_per_block']:>6.2f}"
-            f"{row['request_us']:>12.0f} ({row['request_us_min']:.0f}–{row['request_us_max']:.0f})"
+            f"{row['request_us']:>12.0f} ({row['request_us_min']:.0f}-{row['request_us_max']:.0f})"
         )
     for pool in pool_rows:
         print(

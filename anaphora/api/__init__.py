@@ -1,0 +1,1 @@
+"""The only place where names become objects: `build_engine(config)`, and `LLM` on top of it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from anaphora.core.eviction import PolicyFactory, policy_factory
 from anaphora.core.free_queue import FreeQueue
 from anaphora.core.hashing import BlockChain
 from anaphora.core.ids import NULL_BLOCK, BlockId
@@ -23,17 +24,19 @@ from anaphora.errors import ConfigError
 class BlockPool:
     """`num_blocks` usable blocks, ids 1 to num_blocks, and the null block 0.
 
+    policy: which cached block without an owner goes next: a name (core.eviction.POLICIES) or what makes one.
     ref_counts: owners of each block, by id. num_evicted: blocks that lost their hash so that another could use them.
     Raises ConfigError.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, policy: str | PolicyFactory = "lru") -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least one usable block, got num_blocks={num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts: list[int] = [0] * (num_blocks + 1)
-        self.free_queue = FreeQueue(num_blocks)
         self.index = PrefixIndex(num_blocks + 1)
+        make_policy = policy_factory(policy) if isinstance(policy, str) else policy
+        self.free_queue = FreeQueue(num_blocks, make_policy(self.index))
         self.num_evicted = 0
 
     @property
@@ -67,39 +70,49 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """One more owner for each of these found blocks."""
-        ref_counts, remove = self.ref_counts, self.free_queue.remove
+        ref_counts = self.ref_counts
+        free = [block for block in blocks if ref_counts[block] == 0]
+        if free:
+            self.free_queue.cached.remove(free)
         for block in blocks:
-            if ref_counts[block] == 0:
-                remove(block)
             ref_counts[block] += 1
 
     def free(self, table: Sequence[BlockId]) -> None:
         """One owner less for each block of a table, its tail first, so that a child is evicted before its parent."""
         ref_counts, hashes, copies = self.ref_counts, self.index.hashes, self.index.copies
-        put_blank, put_cached = self.free_queue.put_blank, self.free_queue.put_cached
+        blank: list[BlockId] = []
+        cached: list[BlockId] = []
         for block in reversed(table):
             if block == NULL_BLOCK:
                 continue
             left = ref_counts[block] = ref_counts[block] - 1
             if left == 0:
                 if hashes[block] is None:
-                    put_blank(block)
+                    blank.append(block)
                 elif copies and hashes[block] in copies:
-                    self._free_copy(block)
+                    spare = self._spare_copy(block)
+                    blank.append(spare)
+                    if spare != block:
+                        cached.append(block)
                 else:
-                    put_cached(block)
+                    cached.append(block)
+        self.free_queue.put_blank(blank)
+        if cached:
+            self.free_queue.cached.put(cached, len(table) - 1 - len(blank))
 
-    def _free_copy(self, block: BlockId) -> None:
-        """Keep at most one free block of each content, the latest released: a second one would only push others out."""
+    def _spare_copy(self, block: BlockId) -> BlockId:
+        """Keep at most one free block of each content, the latest released: a second one would only push others out.
+
+        Returns the one that is now blank.
+        """
         others = self.index.blocks_of(self.index.hashes[block])  # type: ignore[arg-type]
         spare = next((other for other in others if other != block and self.ref_counts[other] == 0), None)
         if spare is None:  # every other one has an owner and stays findable
             spare = block
         else:
-            self.free_queue.remove(spare)
-            self.free_queue.put_cached(block)
+            self.free_queue.cached.discard(spare)
         self.index.remove(spare)
-        self.free_queue.put_blank(spare)
+        return spare
 
     def stage(self, blocks: list[BlockId], chain: BlockChain, first: int, previous: BlockId | None) -> int:
         """See PrefixIndex.stage."""
@@ -117,8 +130,7 @@ class BlockPool:
         """Evict everything. False, and nothing changes, while any block has an owner. Not counted as evictions."""
         if self.num_live:
             return False
-        blocks = self.free_queue.pop_all_cached()
+        blocks = self.free_queue.cached.pop_all()
         self.index.remove_all(blocks)
-        for block in blocks:
-            self.free_queue.put_blank(block)
+        self.free_queue.put_blank(blocks)
         return True

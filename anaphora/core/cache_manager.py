@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.chain_memo import ChainMemo
+from anaphora.core.eviction import PolicyFactory
 from anaphora.core.groups import AttentionGroup, FullAttention
 from anaphora.core.hashing import BlockChain, HashFunction, sha256
 from anaphora.core.ids import BlockId, RequestId
@@ -34,6 +35,7 @@ class CacheManager:
     """Block tables of the live requests over one pool.
 
     num_blocks: usable blocks; the null block comes on top. root: digest of what the model is (hashing.root_digest).
+    eviction_policy: a name in core.eviction.POLICIES, or what makes a policy.
     Raises ConfigError.
     """
 
@@ -45,12 +47,13 @@ class CacheManager:
         root: bytes = b"",
         hash_function: HashFunction = sha256,
         enable_prefix_caching: bool = True,
+        eviction_policy: str | PolicyFactory = "lru",
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, eviction_policy)
         self.group: AttentionGroup = FullAttention(block_size)
         self._root = root
         self._hash_function = hash_function

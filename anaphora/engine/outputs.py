@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anaphora.core.stats import Counters, Gauges
+
 FinishReason = str
 """`stop` (end token, stop token or stop string), `length` (max_tokens, context limit or pool limit),
 `abort` (cancelled), `error` (the step failed)."""
@@ -65,3 +67,51 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one request gained in one step; small, however long the output is.
+
+    text: new text, to be appended; may be empty while a character or a possible stop string is unfinished, and may
+        run behind token_ids for that reason. token_ids: the new token, or none if the request ended without one.
+    logprobs: one dict a new token, as in CompletionOutput; None unless asked for.
+    output: the whole request, in its last StepOutput only; None before.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    output: RequestOutput | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.output is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """Seconds since the engine began, by its clock, where they were spent.
+
+    add_s: checking, tokenising and hashing new requests. schedule_s: look-up and allocation among it. execute_s: the
+    executor's whole call; compute_s (forward pass) and sample_s are its own account of it. update_s: committing.
+    output_s: detokenising, stop strings and outputs.
+    """
+
+    add_s: float = 0.0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    compute_s: float = 0.0
+    sample_s: float = 0.0
+    update_s: float = 0.0
+    output_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The scheduler's counters and gauges, and where the time went."""
+
+    counters: Counters
+    gauges: Gauges
+    times: EngineTimes

@@ -1,0 +1,52 @@
+# One command each, from a fresh clone with nothing installed but Python >= 3.11 and make.
+#
+#   make demo    set up, then run the demo: it checks its own claims
+#   make test    set up, lint, then run every test (what .ci/run runs)
+#   make lint    ruff and mypy alone
+#   make bench   run the benchmarks in bench/, one after the other
+#   make clean   remove the environment and every cache in this folder (not the fetched models)
+#
+# PYTHON       the interpreter that makes the environment:    make test PYTHON=python3.12
+# TORCH_INDEX  package index that torch comes from, if not pip's own. On Linux PyPI's torch brings several GB of CUDA
+#              libraries; the CPU build is smaller:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON      ?= python3
+TORCH_INDEX ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+
+# Idle OpenMP threads spin by default, and more threads than cores make every step wait for the slowest:
+# on a small or shared machine that costs far more than it gains.
+TEST_ENV := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test lint bench setup clean
+
+demo: $(STAMP)
+	$(BIN)/anaphora demo
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@set -e; for script in bench/*.py; do echo "== $$script"; OMP_WAIT_POLICY=PASSIVE $(BIN)/python "$$script"; done
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted set-up runs again.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf *.egg-info

@@ -1,0 +1,82 @@
+"""From an EngineConfig to a running engine: the one place where names become objects.
+
+Knows every plane and does no work of theirs: it sizes, names and connects.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import psutil
+import torch
+
+from anaphora.api.options import context_limit, find_hash_function, pool_size
+from anaphora.config import EngineConfig
+from anaphora.core.cache_manager import CacheManager
+from anaphora.core.hashing import HashFunction, root_digest
+from anaphora.core.scheduler import Scheduler
+from anaphora.engine.engine import Engine
+from anaphora.engine.protocols import Tokenizer
+from anaphora.runtime.architecture import inspect_model
+from anaphora.runtime.executor import TorchExecutor
+from anaphora.runtime.kv_cache import bytes_per_block
+from anaphora.runtime.model import LoadedModel, load_model
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model, size the pool, connect the planes.
+
+    num_threads is torch's setting for the whole process. Raises ConfigError and ModelError.
+    """
+    hash_function = find_hash_function(config.hash_algorithm)  # before anything slow
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    loaded = load_model(
+        config.model, tokenizer=config.tokenizer, dtype=config.dtype, device=config.device, cache_dir=config.cache_dir
+    )
+    return connect(config, loaded, hash_function)
+
+
+def connect(config: EngineConfig, loaded: LoadedModel, hash_function: HashFunction) -> Engine:
+    """An engine over a model that is loaded already. Raises ConfigError, UnsupportedModelError."""
+    module = loaded.module
+    max_model_len = context_limit(config.max_model_len, loaded.max_model_len, loaded.name)
+    num_blocks = pool_size(
+        config,
+        max_model_len=max_model_len,
+        block_bytes=bytes_per_block(inspect_model(module).shapes, config.block_size, module.dtype),
+        available_bytes=psutil.virtual_memory().available,
+    )
+    executor = TorchExecutor(
+        module,
+        num_blocks=num_blocks + 1,  # and the null block
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        dtype=module.dtype,
+        device=module.device,
+    )
+    identity = dict(loaded.identity) | {"block_size": str(config.block_size), "kv_dtype": str(module.dtype)}
+    cache = CacheManager(
+        num_blocks,
+        config.block_size,
+        root=root_digest(identity),
+        hash_function=hash_function,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    scheduler = Scheduler(
+        cache,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        policy=config.scheduling_policy,
+    )
+    return Engine(
+        scheduler,
+        executor,
+        clock=time.perf_counter,
+        tokenizer=cast(Tokenizer | None, loaded.tokenizer),  # its decode gives lists only for lists of lists
+        eos_token_ids=frozenset(loaded.eos_token_ids),
+        seed=config.seed,
+    )

@@ -1,0 +1,231 @@
+"""`LLM`: generate, chat and stream in one process. Drives an engine; decides nothing about scheduling or models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from anaphora.api.interrupts import held_interrupts
+from anaphora.api.prompts import (
+    Message,
+    Prompt,
+    conversation_list,
+    is_conversation,
+    per_request,
+    prompt_list,
+    render_chat,
+)
+from anaphora.config import EngineConfig
+from anaphora.engine.engine import Engine
+from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
+from anaphora.engine.protocols import Tokenizer
+from anaphora.errors import AnaphoraError, UnknownRequestError
+from anaphora.sampling_params import SamplingParams
+
+
+class LLM:
+    """A model with a prefix cache.
+
+        llm = LLM("smollm2-135m", block_size=16, seed=0)
+        outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32, temperature=0.0))
+
+    model and options: the fields of EngineConfig. Raises ConfigError and ModelError.
+
+    A request that is wrong raises, and then nothing runs. A request that fails while it runs (non-finite output, an
+    exception in the model) gives an output with the finish reason `error` and the cause in `.error`; others go on.
+    """
+
+    engine: Engine
+    """The step engine below, for those who drive it themselves: not while a call of this class runs."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        config = EngineConfig(model=model, **options)
+        from anaphora.api.build import build_engine  # brings torch: not before the options are right
+
+        self._begin(build_engine(config))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """An LLM over an engine that is built already."""
+        llm = cls.__new__(cls)
+        llm._begin(engine)
+        return llm
+
+    def _begin(self, engine: Engine) -> None:
+        self.engine = engine
+        self._num_requests = 0
+        self._receivers: dict[str, Callable[[StepOutput], None]] = {}  # by live request
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or several; the outputs in the order of the prompts.
+
+        prompts: text or token ids, or a list of those. sampling_params, cache_salt, priority: one for all, or a list of
+        one for each prompt. All are checked before the first one runs. Raises RequestError; on that, and on
+        KeyboardInterrupt, nothing of this call is left in the engine.
+        """
+        todo = prompt_list(prompts)
+        params = per_request("sampling_params", _or_default(sampling_params), len(todo))
+        salts = per_request("cache_salt", cache_salt, len(todo))
+        priorities = per_request("priority", priority, len(todo))
+
+        def add(index: int, request_id: str) -> None:
+            self.engine.add_request(
+                request_id, todo[index], params[index], cache_salt=salts[index], priority=priorities[index]
+            )
+
+        return self._run(len(todo), add)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """As generate, for one conversation or several, rendered by the model's chat template.
+
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists. tools: as the template wants them.
+        """
+        todo = conversation_list(messages)
+        params = per_request("sampling_params", _or_default(sampling_params), len(todo))
+        salts = per_request("cache_salt", cache_salt, len(todo))
+        priorities = per_request("priority", priority, len(todo))
+
+        def add(index: int, request_id: str) -> None:
+            self._add_chat(
+                request_id, todo[index], params[index], salts[index], priorities[index], tools, add_generation_prompt
+            )
+
+        return self._run(len(todo), add)
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Iterator[StepOutput]:
+        """Generate for one prompt or conversation, token by token. The last StepOutput holds the whole, in `output`.
+
+        The request begins when the first StepOutput is asked for; closing the generator early aborts it.
+        """
+        received: deque[StepOutput] = deque()
+        request_id = self._open(received.append)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        try:
+            with held_interrupts():
+                if is_conversation(prompt):
+                    self._add_chat(request_id, prompt, params, cache_salt, priority, tools, add_generation_prompt)  # type: ignore[arg-type]
+                else:
+                    self.engine.add_request(request_id, prompt, params, cache_salt=cache_salt, priority=priority)  # type: ignore[arg-type]
+            while request_id in self._receivers or received:
+                while not received:
+                    self._step()
+                yield received.popleft()
+        finally:
+            self._close([request_id])
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget everything cached. False, and no effect, while requests hold blocks, unless preempted first."""
+        return self.engine.reset_prefix_cache(preempt_running)
+
+    def stats(self) -> EngineStats:
+        """Counters, gauges and times as plain data."""
+        return self.engine.stats()
+
+    # -- the requests of this object in the engine ---------------------------------------------------------------------
+
+    def _run(self, count: int, add: Callable[[int, str], None]) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+
+        def receive(step: StepOutput) -> None:
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+
+        request_ids: list[str] = []
+        try:
+            for index in range(count):
+                try:
+                    with held_interrupts():
+                        request_ids.append(self._open(receive))
+                        add(index, request_ids[-1])
+                except AnaphoraError as error:
+                    if count > 1:
+                        error.add_note(f"in prompt {index} of {count}")
+                    raise
+            while len(outputs) < count:
+                self._step()
+        finally:
+            self._close(request_ids)
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _add_chat(
+        self,
+        request_id: str,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        cache_salt: str | None,
+        priority: int,
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+    ) -> None:
+        arrival_s = self.engine.clock()  # rendering is part of the time to the first token
+        text = render_chat(self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        self.engine.add_request(
+            request_id,
+            text,
+            params,
+            cache_salt=cache_salt,
+            priority=priority,
+            arrival_s=arrival_s,
+            add_special_tokens=False,
+        )
+
+    def _open(self, receive: Callable[[StepOutput], None]) -> str:
+        request_id = f"llm-{self._num_requests}"
+        self._num_requests += 1
+        self._receivers[request_id] = receive
+        return request_id
+
+    def _step(self) -> None:
+        """One step of the engine, for every open call of this object: streams that wait, and a generate among them."""
+        if self.engine.num_unfinished > len(self._receivers):
+            raise AnaphoraError(
+                "llm.engine has requests that were added to it directly: step it until they have finished"
+            )
+        with held_interrupts():
+            for output in self.engine.step():
+                self._receivers[output.request_id](output)
+                if output.finished:
+                    del self._receivers[output.request_id]
+
+    def _close(self, request_ids: Iterable[str]) -> None:
+        """Leave nothing of these requests behind; those that have finished left nothing."""
+        with held_interrupts():
+            for request_id in request_ids:
+                if self._receivers.pop(request_id, None) is not None:
+                    with contextlib.suppress(UnknownRequestError):  # it never got in
+                        self.engine.abort(request_id)
+
+
+def _or_default(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams | Sequence[SamplingParams]:
+    return SamplingParams() if params is None else params

@@ -1,0 +1,57 @@
+"""What some options of an EngineConfig come to: the hash function of a name, the size of the pool, the context limit.
+
+Numbers and names only; must not know tensors or load anything heavy.
+"""
+
+from __future__ import annotations
+
+from anaphora.config import EngineConfig
+from anaphora.core.hashing import HashFunction, sha256
+from anaphora.core.ids import cdiv
+from anaphora.errors import ConfigError
+
+_MEMORY_SHARE = 4  # one part in so many of the available memory is for K/V unless told otherwise
+
+
+def find_hash_function(name: str) -> HashFunction:
+    """The block hash of this name. Raises ConfigError if it needs a package that is absent."""
+    if name == "sha256":
+        return sha256
+    if name == "xxh3_128":
+        try:
+            import xxhash
+        except ImportError:
+            raise ConfigError(
+                "hash_algorithm xxh3_128 needs the xxhash package: pip install 'anaphora[fast-hash]', or use sha256"
+            ) from None
+        function: HashFunction = xxhash.xxh3_128
+        return function
+    raise ConfigError(f"unknown hash_algorithm {name!r}; use sha256 or xxh3_128")
+
+
+def context_limit(wanted: int | None, model_limit: int, name: str) -> int:
+    """Most tokens of one request: what is wanted, by default what the model can. Raises ConfigError beyond that."""
+    if wanted is not None and wanted > model_limit:
+        raise ConfigError(f"max_model_len {wanted} is more than {name} can: {model_limit}; lower it, or leave it out")
+    return model_limit if wanted is None else wanted
+
+
+def pool_size(config: EngineConfig, *, max_model_len: int, block_bytes: int, available_bytes: int) -> int:
+    """Usable blocks of the pool. block_bytes: of one block, in all layers.
+
+    num_blocks if given; else as many as fit into kv_cache_bytes; else into a quarter of the available memory, and
+    no more than max_num_seqs requests of max_model_len tokens could hold. Raises ConfigError if not one fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_bytes is not None:
+        num_blocks = config.kv_cache_bytes // block_bytes
+    else:
+        useful = config.max_num_seqs * cdiv(max_model_len, config.block_size)
+        num_blocks = min(available_bytes // _MEMORY_SHARE // block_bytes, useful)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"not one block of {block_bytes} bytes fits: raise kv_cache_bytes (now {config.kv_cache_bytes}), or lower "
+            f"block_size (now {config.block_size})"
+        )
+    return num_blocks

@@ -1,0 +1,57 @@
+"""Where the commands write: results on stdout, everything else on stderr. Knows rich and the standard streams only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+
+def stdout() -> Console:
+    """For results. Markup and highlighting are off: what a model or a user wrote is printed as it is."""
+    return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+def tables() -> Console:
+    """For tables on stdout. A pipe or file has no width: tables there are not squeezed into 80 columns."""
+    console = Console(markup=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=120)
+
+
+def stderr() -> Console:
+    """For progress, logs and errors."""
+    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_error(error: Exception) -> None:
+    """One line on stderr, with what was noted on the error on its way."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    message = " ".join(f"{error}{notes}".split()) or type(error).__name__
+    stderr().print(f"error: {message}", style="red")
+
+
+@contextlib.contextmanager
+def only_json() -> Iterator[None]:
+    """Whatever the body prints goes to stderr, so that stdout stays free for one document."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout. Infinities and NaN, which JSON lacks, become null."""
+    sys.stdout.write(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

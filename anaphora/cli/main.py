@@ -1,0 +1,92 @@
+"""The entry point: the commands, one way to report errors, and what must be set before torch is imported.
+
+Knows the commands and `anaphora.errors`; must not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from anaphora.cli import console
+from anaphora.cli.chat import chat
+from anaphora.cli.demo import demo
+from anaphora.cli.generate import generate
+from anaphora.cli.models import models
+from anaphora.errors import AnaphoraError, ConfigError, RequestError, UnknownModelError
+
+_USER_ERRORS = (ConfigError, RequestError, UnknownModelError)
+
+
+class _ReportingGroup(TyperGroup):
+    """Turns the errors that Anaphora raises on purpose into one line and an exit code; others keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AnaphoraError as error:
+            if ctx.params["debug"]:
+                raise
+            console.print_error(error)
+            raise typer.Exit(2 if isinstance(error, _USER_ERRORS) else 1) from error
+
+
+app = typer.Typer(
+    cls=_ReportingGroup,
+    help="LLM serving that never computes the same beginning twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"anaphora {version('anaphora')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="ANAPHORA_DEBUG", help="Show the whole traceback of an error.")
+    ] = False,
+) -> None:
+    # An empty body: --version acts in its callback, --debug is read by _ReportingGroup.
+    pass
+
+
+for _command in (generate, chat, demo, models):
+    app.command()(_command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0: done. 1: it failed, or a claim of the demo does not hold. 2: wrong usage, request or option. 130: interrupted.
+    """
+    # Idle OpenMP threads spin while they wait and take whole cores from everybody else on a shared machine. OpenMP
+    # reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        app(args=argv, prog_name="anaphora")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) left. The interpreter flushes once more on its way out: give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or 1
+    return code

@@ -1,0 +1,175 @@
+"""The options that several commands share, each said once.
+
+A command takes a whole group as one keyword parameter, and `flatten_options` shows it to typer as one option a field:
+
+    @flatten_options
+    def generate(prompts: ..., *, engine: EngineOptions, sampling: SamplingOptions) -> None: ...
+
+Knows typer and the names and defaults in `anaphora.config` and `anaphora.sampling_params`, which also check the values.
+Must not import torch or build an engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from anaphora.config import DTYPES, HASH_ALGORITHMS, SCHEDULING_POLICIES, EngineConfig
+from anaphora.errors import InvalidParameterError
+from anaphora.sampling_params import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_ENGINE: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+_SAMPLING: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+
+
+def _engine(*flags: str, help: str) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel="Engine")
+
+
+def _sampling(*flags: str, help: str) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel="Sampling")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Every field of EngineConfig, under the same name; `dataclasses.asdict` gives the keywords of `LLM`."""
+
+    model: Annotated[
+        str, _engine("--model", "-m", help="Built-in name, folder, GGUF file or hub id. See `anaphora models`.")
+    ] = DEFAULT_MODEL
+    tokenizer: Annotated[str | None, _engine(help="Folder or hub id, if not the model's own.")] = _ENGINE["tokenizer"]
+    block_size: Annotated[int, _engine(help="Token positions in one block.")] = _ENGINE["block_size"]
+    num_blocks: Annotated[
+        int | None, _engine(help="Usable blocks in the pool; without it --kv-cache-bytes sizes the pool.")
+    ] = _ENGINE["num_blocks"]
+    kv_cache_bytes: Annotated[
+        int | None, _engine(help="Memory for K/V; without it a quarter of what is available now.")
+    ] = _ENGINE["kv_cache_bytes"]
+    max_num_batched_tokens: Annotated[int, _engine(help="Most tokens scheduled in one step.")] = _ENGINE[
+        "max_num_batched_tokens"
+    ]
+    max_num_seqs: Annotated[int, _engine(help="Most requests running at once.")] = _ENGINE["max_num_seqs"]
+    max_model_len: Annotated[
+        int | None, _engine(help="Most tokens of one request, prompt and output; without it the model's own limit.")
+    ] = _ENGINE["max_model_len"]
+    enable_prefix_caching: Annotated[
+        bool, _engine("--prefix-caching/--no-prefix-caching", help="Reuse beginnings, or compute every prompt in full.")
+    ] = _ENGINE["enable_prefix_caching"]
+    hash_algorithm: Annotated[str, _engine(help=f"What names the blocks: {', '.join(HASH_ALGORITHMS)}.")] = _ENGINE[
+        "hash_algorithm"
+    ]
+    scheduling_policy: Annotated[str, _engine(help=f"One of {', '.join(SCHEDULING_POLICIES)}.")] = _ENGINE[
+        "scheduling_policy"
+    ]
+    dtype: Annotated[str, _engine(help=f"Of weights and K/V: {', '.join(DTYPES)}.")] = _ENGINE["dtype"]
+    device: Annotated[str | None, _engine(help="Torch device; without it the CPU.")] = _ENGINE["device"]
+    num_threads: Annotated[int | None, _engine(help="Torch's threads; without it torch chooses.")] = _ENGINE[
+        "num_threads"
+    ]
+    seed: Annotated[int, _engine(help="Where requests draw their seeds from.")] = _ENGINE["seed"]
+    cache_dir: Annotated[Path | None, _engine(help="Where fetched models are kept.")] = _ENGINE["cache_dir"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """SamplingParams for the command line: greedy unless asked otherwise, so that a command gives one answer.
+
+    A request's own seed is left out: `--seed` of the engine decides for all of them.
+    """
+
+    max_tokens: Annotated[int, _sampling("--max-tokens", "-n", help="Most tokens to generate.")] = 128
+    temperature: Annotated[float, _sampling("--temperature", "-t", help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, _sampling(help="Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING["top_k"]
+    top_p: Annotated[float, _sampling(help="Keep the likeliest tokens that add up to p.")] = _SAMPLING["top_p"]
+    min_p: Annotated[float, _sampling(help="Drop tokens below p times the likeliest.")] = _SAMPLING["min_p"]
+    repetition_penalty: Annotated[float, _sampling(help="Above 1 weakens tokens seen before.")] = _SAMPLING[
+        "repetition_penalty"
+    ]
+    presence_penalty: Annotated[float, _sampling(help="In [-2, 2], on output tokens.")] = _SAMPLING["presence_penalty"]
+    frequency_penalty: Annotated[float, _sampling(help="In [-2, 2], on output tokens.")] = _SAMPLING[
+        "frequency_penalty"
+    ]
+    logit_bias: Annotated[
+        list[str] | None, _sampling(help="TOKEN_ID=NUMBER, added to that token's logit. Repeatable.")
+    ] = None
+    stop: Annotated[list[str] | None, _sampling(help="A string that ends the output. Repeatable.")] = None
+    stop_token_id: Annotated[list[int] | None, _sampling(help="A token id that ends the output. Repeatable.")] = None
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on past the model's own end tokens.")] = False
+    logprobs: Annotated[
+        int | None, _sampling(help="Report log-probabilities of the chosen and the k likeliest tokens (with --json).")
+    ] = _SAMPLING["logprobs"]
+    include_stop: Annotated[bool, _sampling("--include-stop", help="Keep the stop string in the output.")] = False
+    special_tokens: Annotated[bool, _sampling("--special-tokens", help="Show special tokens in the text.")] = False
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidParameterError."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(_bias(entry) for entry in self.logit_bias or ()),
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_id or ()),
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            include_stop_str_in_output=self.include_stop,
+            skip_special_tokens=not self.special_tokens,
+        )
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    token_id, _, number = entry.partition("=")
+    try:
+        return int(token_id), float(number)
+    except ValueError:
+        raise InvalidParameterError(f"logit bias must look like TOKEN_ID=NUMBER, got {entry!r}") from None
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
+CacheSalt = Annotated[
+    str | None, typer.Option("--cache-salt", help="Share cached beginnings only with requests of the same salt.")
+]
+
+
+def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Show each parameter that is an option group (a dataclass) as one option a field.
+
+    Typer reads signatures; this gives it one that lists the fields, and hands the command the group it asked for.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        field_hints = get_type_hints(groups[name], include_extras=True)
+        for field in dataclasses.fields(groups[name]):
+            parameters.append(
+                inspect.Parameter(
+                    field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=field_hints[field.name]
+                )
+            )
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

@@ -1,0 +1,255 @@
+"""The loop: add_request, step, abort. One thread; one call at a time.
+
+Knows the scheduler, an executor, perhaps a tokenizer, and a clock. Must not know tensors, models or sockets: torch, a
+simulator and a test are executors of this same engine.
+
+    add_request -> check, tokenise, hash, queue            nothing is kept if anything is wrong
+    step        -> schedule -> execute -> update -> text   one StepOutput for each request that gained something
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from anaphora.core.hashing import salt_key
+from anaphora.core.plan import StepPlan, StepResult
+from anaphora.core.request import Request
+from anaphora.core.scheduler import RequestUpdate, Scheduler
+from anaphora.engine.live_request import LiveRequest
+from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
+from anaphora.engine.prompt_check import check_priority, check_sampling, check_text, check_token_ids
+from anaphora.engine.protocols import Clock, Executor, Tokenizer
+from anaphora.errors import DuplicateRequestError, InvalidParameterError, StepFailedError, UnknownRequestError
+from anaphora.sampling_params import SamplingParams
+
+_logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Drives requests through a scheduler and an executor, one step at a time.
+
+    tokenizer: None takes and gives token ids only. eos_token_ids: the model's end tokens. seed: requests without a seed
+    draw theirs from it, by a counter, so the same calls give the same outputs. clock: seconds; see RequestMetrics.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        clock: Clock,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+    ) -> None:
+        self.clock = clock
+        self.tokenizer = tokenizer
+        self.vocab_size = executor.vocab_size
+        self._scheduler = scheduler
+        self._executor = executor
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._num_drawn_seeds = 0
+        self._live: dict[str, LiveRequest] = {}
+        self._undelivered: dict[str, StepOutput] = {}  # ended in a step that an interrupt cut short
+        self._times = dict.fromkeys(EngineTimes.__dataclass_fields__, 0.0)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of one request, prompt and output; None if nothing but the pool limits it."""
+        return self._scheduler.max_model_len
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        arrival_s: float | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        """Queue a request; `step` runs it. If this raises, nothing of the request is kept.
+
+        prompt: text, or token ids in [0, vocab_size). cache_salt: shares cached blocks only with requests of the same
+        salt. priority: lower first, under the `priority` policy. arrival_s: when the request arrived by the engine's
+        clock, if that was before this call. add_special_tokens: the tokenizer's own, such as a BOS; off for text that
+        holds them already (a rendered chat).
+
+        Raises RequestError: EmptyPromptError, InvalidTokenError, InvalidParameterError, PromptTooLongError,
+        DuplicateRequestError.
+        """
+        begin_s = self.clock()
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}")
+        if request_id in self._live or request_id in self._undelivered:
+            raise DuplicateRequestError(f"request {request_id!r} is alive already; choose another id")
+        sampling = check_sampling(sampling, self.vocab_size, has_tokenizer=self.tokenizer is not None)
+        draws_seed = sampling.seed is None
+        request = Request(
+            request_id,
+            check_token_ids(self._encode(prompt, add_special_tokens), self.vocab_size),
+            sampling,
+            seed=self._next_seed() if sampling.seed is None else sampling.seed,
+            priority=check_priority(priority),
+            extra_keys=() if cache_salt is None else (salt_key(cache_salt),),
+            eos_token_ids=self._eos_token_ids,
+        )
+        text = prompt if isinstance(prompt, str) else None
+        live = LiveRequest(request, text, self.tokenizer, begin_s if arrival_s is None else arrival_s)
+        self._scheduler.add(request)
+        self._live[request_id] = live
+        self._num_drawn_seeds += draws_seed  # only now: a refused request must not change what the next one draws
+        self._times["add_s"] += self.clock() - begin_s
+
+    def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests now; what they have so far comes back, with the finish reason `abort`.
+
+        Raises UnknownRequestError if one of them is not alive; then none is aborted.
+        """
+        ids = [request_ids] if isinstance(request_ids, str) else list(dict.fromkeys(request_ids))
+        for request_id in ids:
+            if request_id not in self._live and request_id not in self._undelivered:
+                raise UnknownRequestError(f"no live request has the id {request_id!r}; it may have finished already")
+        now_s = self.clock()
+        ended = []
+        for request_id in ids:
+            last = self._undelivered.pop(request_id, None)
+            if last is None:
+                self._scheduler.finish(request_id, "abort")
+                last = self._live.pop(request_id).finish(None, "abort", None, now_s)
+            if last.output is not None:
+                ended.append(last.output)
+        return ended
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do or to deliver."""
+        return bool(self._live or self._undelivered)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._live) + len(self._undelivered)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Run one step. One StepOutput for each request that gained a token or ended; the last one has the whole.
+
+        If the executor raises, the requests of this step end with the finish reason `error` and the engine serves on.
+        KeyboardInterrupt and SystemExit go on to the caller after the same clean-up; the next `step` delivers the ends.
+        """
+        if self._undelivered:
+            outputs, self._undelivered = list(self._undelivered.values()), {}
+            return outputs
+        begin_s = self.clock()
+        plan = self._scheduler.schedule()
+        planned_s = self._spent("schedule_s", begin_s)
+        if plan is None:
+            if self._live:
+                raise RuntimeError(f"{len(self._live)} requests wait and none can run: a bug in the scheduler")
+            return []
+        for admission in plan.admitted:
+            live = self._live[admission.request_id]
+            if live.admitted_s is None:
+                live.admitted_s = planned_s
+        try:
+            result = self._execute(plan)
+        except BaseException as error:
+            failed = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
+            outputs = self._outputs(plan, failed, self.clock())
+            if not isinstance(error, Exception):
+                self._undelivered = {output.request_id: output for output in outputs}
+                raise
+            _logger.error("step %d failed; its %d requests end", plan.step, len(plan.scheduled), exc_info=error)
+            return outputs
+        executed_s = self._spent("execute_s", planned_s)
+        self._times["compute_s"] += result.compute_s
+        self._times["sample_s"] += result.sample_s
+        updates = self._scheduler.update(plan, result)
+        updated_s = self._spent("update_s", executed_s)
+        outputs = self._outputs(plan, updates, updated_s)
+        self._spent("output_s", updated_s)
+        return outputs
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        result = self._executor.execute(plan)
+        for request in plan.scheduled:  # a request without its token would never end
+            if request.sample and request.request_id not in result.sampled and request.request_id not in result.failed:
+                raise StepFailedError(f"the executor gave neither a token nor an error for {request.request_id!r}")
+        return result
+
+    def _outputs(self, plan: StepPlan, updates: list[RequestUpdate], now_s: float) -> list[StepOutput]:
+        num_scheduled = {request.request_id: len(request.token_ids) for request in plan.scheduled}
+        outputs = []
+        for update in updates:
+            live = self._live.get(update.request.request_id)
+            if live is None:  # aborted while the step ran
+                continue
+            if live.first_token_s is None and update.error is None:
+                live.num_computed_prompt_tokens += num_scheduled[update.request.request_id]
+            output = self._advance(live, update, now_s)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _advance(self, live: LiveRequest, update: RequestUpdate, now_s: float) -> StepOutput | None:
+        """Take one request's update: its token becomes text, and a stop string may end it."""
+        request, reason, error = update.request, update.finish_reason, update.error
+        output = None
+        if update.token is not None:
+            if live.first_token_s is None:
+                live.first_token_s = now_s
+            try:
+                output = live.add_token(update.token, ends_output=reason == "stop")
+            except Exception as failure:  # the tokenizer is foreign code: it may cost one request, never the engine
+                _logger.error("the tokenizer failed on request %s", request.request_id, exc_info=failure)
+                error = f"the tokenizer failed: {type(failure).__name__}: {failure}"
+        ending = "error" if error is not None else "stop" if live.matched_stop is not None else None
+        if ending is not None and reason is None:
+            self._scheduler.finish(request.request_id, ending)
+        reason = ending or reason
+        if reason is None:
+            return output
+        del self._live[request.request_id]
+        return live.finish(output, reason, error, now_s)
+
+    # -- the engine as a whole -----------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget everything cached. False, and no effect, while requests hold blocks.
+
+        preempt_running: let the running requests give up their blocks first; they compute everything anew.
+        """
+        return self._scheduler.reset_prefix_cache(preempt_running)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; plain data."""
+        stats = self._scheduler.stats()
+        return EngineStats(stats.counters, stats.gauges, EngineTimes(**self._times))
+
+    def _encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise InvalidParameterError(
+                "a text prompt needs a tokenizer and this model has none: load one (tokenizer=...), or give token ids"
+            )
+        check_text("the prompt", prompt)
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _next_seed(self) -> int:
+        """63 bits that depend on the engine's seed and on how many were drawn before."""
+        digest = blake2b(f"{self._seed}:{self._num_drawn_seeds}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest) >> 1
+
+    def _spent(self, field: str, since_s: float) -> float:
+        """Book the time since then; returns now."""
+        now_s = self.clock()
+        self._times[field] += now_s - since_s
+        return now_s

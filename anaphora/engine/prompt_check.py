@@ -1,0 +1,77 @@
+"""Is this prompt, and are these parameters, something that the model can run? Knows the size of the vocabulary.
+
+Everything here answers before anything is kept, with an error that says what to do. Checks over a whole prompt are
+passes at C speed: a long prompt is checked in a small part of the time that hashing it takes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from numbers import Integral
+
+from anaphora.errors import EmptyPromptError, InvalidParameterError, InvalidTokenError
+from anaphora.sampling_params import SamplingParams
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises InvalidParameterError if the text holds half a surrogate pair: no tokenizer can encode it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError(
+            f"{name} is not valid Unicode: a lone surrogate at character {error.start}; decode the text properly first"
+        ) from None
+
+
+def check_token_ids(token_ids: object, vocab_size: int) -> list[int]:
+    """The prompt as plain integers, all in [0, vocab_size).
+
+    token_ids: a sequence of integers, or a one-dimensional integer array of any library (`tolist`).
+    Raises EmptyPromptError, InvalidTokenError, and InvalidParameterError if it is no such sequence.
+    """
+    if hasattr(token_ids, "tolist"):  # numpy, torch and array.array: to Python integers in one call
+        token_ids = token_ids.tolist()
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes | bytearray | memoryview):
+        raise InvalidParameterError(
+            f"a prompt must be a string or a list of token ids, got {type(token_ids).__name__}; "
+            "give several prompts as a list of them"
+        )
+    if not len(token_ids):
+        raise EmptyPromptError("the prompt has no tokens; give at least one")
+    for kind in set(map(type, token_ids)):
+        if issubclass(kind, bool) or not issubclass(kind, Integral):
+            index = next(i for i, token_id in enumerate(token_ids) if type(token_id) is kind)
+            raise InvalidTokenError(
+                f"token ids must be integers, got {token_ids[index]!r} ({kind.__name__}) at position {index}"
+            )
+    checked: list[int] = list(map(operator.index, token_ids))
+    if min(checked) < 0 or max(checked) >= vocab_size:
+        index = next(i for i, token_id in enumerate(checked) if not 0 <= token_id < vocab_size)
+        raise InvalidTokenError(
+            f"token id {checked[index]} at position {index} is outside the model's vocabulary [0, {vocab_size})"
+        )
+    return checked
+
+
+def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) -> SamplingParams:
+    """Raises InvalidParameterError for what only the model can tell: token ids it has not, text without a tokenizer."""
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidParameterError(f"sampling parameters must be SamplingParams, got {type(sampling).__name__}")
+    for name, token_ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        if token_ids and max(token_ids) >= vocab_size:
+            raise InvalidParameterError(
+                f"{name} names token {max(token_ids)}, which is outside the model's vocabulary [0, {vocab_size})"
+            )
+    if sampling.stop and not has_tokenizer:
+        raise InvalidParameterError(
+            "stop strings need a tokenizer and this model has none: load one (tokenizer=...), or use stop_token_ids"
+        )
+    return sampling
+
+
+def check_priority(priority: object) -> int:
+    """Raises InvalidParameterError."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidParameterError(f"priority must be an integer (lower runs first), got {priority!r}")
+    return priority

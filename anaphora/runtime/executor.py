@@ -1,0 +1,178 @@
+"""The torch executor: a plan in, a forward pass, a result out.
+
+Knows requests only as far as plans tell: a block-table row, sampling parameters and, where penalties ask for it,
+token counts. What a step costs does not grow with a request's history, attention excepted.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from anaphora.core.ids import RequestId
+from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.runtime.architecture import check_agreement, check_context, inspect_model
+from anaphora.runtime.attention import PagedContext
+from anaphora.runtime.forward import PagedForward
+from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
+from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.sampler import SamplingRow, TokenCounts, sample
+from anaphora.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One admitted request. counts: None unless its sampling looks at earlier tokens."""
+
+    row: int
+    sampling: SamplingParams
+    seed: int
+    counts: TokenCounts | None
+
+
+class TorchExecutor:
+    """Computes plans with a loaded `transformers` causal LM; implements `anaphora.engine.protocols.Executor`.
+
+    num_blocks: usable blocks and the null block. max_num_seqs: most requests admitted at once.
+    dtype: of the pool. device: of the module and the pool.
+
+    The module's forward is used as it is; its settings are untouched between calls.
+    Raises UnsupportedModelError.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        device = torch.device(device)
+        module.train(False)
+        self._layout = inspect_model(module)
+        check_context(module, self._layout, max_model_len)
+        check_agreement(module, self._layout)
+        self.vocab_size = self._layout.vocab_size
+        self.cache = KVCache(
+            self._layout.shapes, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
+        self._tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
+        self._forward = PagedForward(module)
+        self._requests: dict[RequestId, _Request] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. On any exception the slots that it may have written are zero and the exception goes on."""
+        for request_id in plan.released:
+            released = self._requests.pop(request_id, None)  # None: its admission was in a plan that failed before it
+            if released is not None:
+                self._tables.release_row(released.row)
+        for admission in plan.admitted:
+            self._admit(admission)
+        if not plan.scheduled:
+            return StepResult(sampled={})
+        states = [self._requests[request.request_id] for request in plan.scheduled]
+        rows = [state.row for state in states]
+        self._tables.append([(row, request.new_block_ids) for row, request in zip(rows, plan.scheduled, strict=True)])
+        begin = time.perf_counter()
+        inputs = build_inputs(plan.scheduled, rows, self._tables, self._layout.dtype)
+        try:
+            context = PagedContext(self.cache, self._layout.layers, inputs.slot_mapping, inputs.groups)
+            logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context)
+            logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
+            failed = self._find_failed(plan.scheduled, rows, inputs, logits, hidden)
+            computed = time.perf_counter()
+            sampled = self._sample(plan.scheduled, states, inputs, logits, failed)
+            done = time.perf_counter()
+        except BaseException:
+            self.cache.wipe(inputs.slot_mapping)
+            raise
+        for i in failed:
+            first, last = inputs.spans[i]
+            self.cache.wipe(inputs.slot_mapping[first:last])
+        return StepResult(
+            sampled=sampled,
+            failed={plan.scheduled[i].request_id: reason for i, reason in failed.items()},
+            compute_s=computed - begin,
+            sample_s=done - computed,
+        )
+
+    def _admit(self, admission: Admission) -> None:
+        counts = None
+        if admission.sampling.needs_history:
+            counts = TokenCounts(self.vocab_size, admission.num_prompt_tokens, self._tables.ids.device)
+            counts.extend(0, admission.token_ids)
+        row = self._tables.take_row()
+        self._requests[admission.request_id] = _Request(row, admission.sampling, admission.seed, counts)
+
+    def _find_failed(
+        self,
+        scheduled: tuple[ScheduledRequest, ...],
+        rows: list[int],
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> dict[int, str]:
+        """Indices of the scheduled requests whose output is not finite, with the reason."""
+        if hidden is None:
+            raise RuntimeError("the model did not show its hidden states, which it did when it was inspected")
+        # A sum is finite only if every term is, and far cheaper than asking each; an overflow is looked into below.
+        if bool(hidden.sum(dtype=torch.float32).isfinite() & logits.sum(dtype=torch.float32).isfinite()):
+            return {}
+        failed: dict[int, str] = {}
+        finite = hidden.isfinite().all(dim=-1).tolist()
+        for i, (begin, end) in enumerate(inputs.spans):
+            if not all(finite[begin:end]):
+                # Which token was first cannot be told: attention carries a NaN to masked positions, too.
+                first = scheduled[i].start
+                failed[i] = (
+                    f"the model's hidden states at positions {first} to {first + end - begin - 1} are not all finite"
+                )
+        for i, finite_logits in zip(inputs.sampled, logits.isfinite().all(dim=-1).tolist(), strict=True):
+            if not finite_logits and i not in failed:
+                failed[i] = "the model's logits are not finite"
+        self._add_readers(failed, rows, inputs)
+        return failed
+
+    def _add_readers(self, failed: dict[int, str], rows: list[int], inputs: StepInputs) -> None:
+        """Requests that share a block written by a failed one fail too: what they read is wiped."""
+        tainted = torch.cat([inputs.slot_mapping[slice(*inputs.spans[i])] for i in failed]) // self._tables.block_size
+        for i, row in enumerate(rows):
+            table = self._tables.ids[row, : self._tables.lengths[row]]
+            if i not in failed and bool(torch.isin(table, tainted).any()):
+                failed[i] = "a request of the same step whose blocks it shares gave a non-finite output"
+
+    def _sample(
+        self,
+        scheduled: tuple[ScheduledRequest, ...],
+        states: list[_Request],
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        failed: dict[int, str],
+    ) -> dict[RequestId, SampledToken]:
+        for request, state in zip(scheduled, states, strict=True):
+            if state.counts is not None:
+                state.counts.extend(request.start, request.token_ids)
+        chosen = [i for i in inputs.sampled if i not in failed]
+        if not chosen:
+            return {}
+        if len(chosen) < len(inputs.sampled):
+            logits = logits[[i not in failed for i in inputs.sampled]]
+        sampling_rows = [
+            SamplingRow(
+                states[i].sampling,
+                states[i].seed,
+                scheduled[i].start + len(scheduled[i].token_ids),
+                states[i].counts,
+            )
+            for i in chosen
+        ]
+        tokens = sample(logits, sampling_rows)
+        return {scheduled[i].request_id: token for i, token in zip(chosen, tokens, strict=True)}

@@ -1,0 +1,66 @@
+"""One call of a `transformers` causal LM over a packed batch, with attention handed to a context.
+
+Knows how the library is switched to our attention and back; knows nothing of plans and pools. Between calls
+the module is as its owner left it, so that its own `generate` goes on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from anaphora.runtime.attention import ATTENTION_NAME, AttentionContext
+
+
+class PagedForward:
+    """Calls `module` with packed tokens [1, num_tokens] and explicit positions."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        model: Any = module  # the library's own annotations are partial
+        self._module = model
+        self._decoder: torch.nn.Module = model.get_decoder()
+        # Parents come before children, which matters when the settings are restored: setting one sets its sub-configs.
+        configs: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
+        self._configs = list({id(config): config for config in configs}.values())
+        self._hidden: torch.Tensor | None = None
+
+    def __call__(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [len(keep), vocab] of the packed tokens `keep`, and the final hidden states [num_tokens, hidden].
+
+        input_ids, position_ids: [1, num_tokens] int64. The hidden states are None if the class hides its decoder.
+        """
+        with self._switched():
+            try:
+                output = self._module(
+                    input_ids=input_ids,
+                    position_ids=position_ids,
+                    logits_to_keep=keep,
+                    use_cache=False,
+                    paged_context=context,
+                )
+                return output.logits[0], self._hidden
+            finally:
+                self._hidden = None
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        before = [(config, config._attn_implementation) for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = ATTENTION_NAME
+        hook = self._decoder.register_forward_hook(self._keep_hidden)
+        try:
+            yield
+        finally:
+            hook.remove()
+            for config, implementation in before:
+                config._attn_implementation = implementation
+
+    def _keep_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+        self._hidden = None if hidden is None else hidden[0]

@@ -1,0 +1,124 @@
+"""A chain filled from what was hashed before is the chain that hashing would have made, whatever the hash function."""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anaphora.core.chain_memo import ChainMemo, common_tokens
+from anaphora.core.hashing import BlockChain, Digest, ExtraKey, ExtraKeyKind, HashFunction, salt_key
+
+
+class CountingHash:
+    """SHA-256, cut to `length` bytes; counts its calls."""
+
+    def __init__(self, length: int = 32) -> None:
+        self.num_calls = 0
+        self._length = length
+
+    def __call__(self, data: bytes) -> Digest:
+        self.num_calls += 1
+        digest = sha256(data).digest()[: self._length]
+
+        class Cut:
+            def digest(self) -> bytes:
+                return digest
+
+        return Cut()
+
+
+def new_chain(hash_function: HashFunction, salt: str = "", image_at: int | None = None) -> BlockChain:
+    keys = [salt_key(salt)] if salt else []
+    if image_at is not None:
+        keys.append(ExtraKey(ExtraKeyKind.MULTIMODAL, b"image", image_at))
+    return BlockChain(b"root", 2, hash_function, keys)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 30),  # which earlier sequence, and how much of it
+            st.integers(0, 40),
+            st.lists(st.integers(0, 2), max_size=12),
+            st.sampled_from(["", "", "a"]),
+            st.sampled_from([None, None, 0, 2]),
+            st.integers(0, 5),  # tokens that come later
+        ),
+        max_size=12,
+    ),
+    st.sampled_from([0, 1, 32]),
+    st.integers(1, 40),
+)
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+def test_filling_is_hashing(
+    sequences: list[tuple[int, int, list[int], str, int | None, int]], digest_length: int, max_blocks: int
+) -> None:
+    hash_function = CountingHash(digest_length)
+    memo = ChainMemo(max_blocks)
+    made: list[array[int]] = []
+    for base, cut, suffix, salt, image_at, num_later in sequences:
+        beginning = made[base % len(made)][:cut] if made else array("I")
+        tokens = beginning + array("I", suffix)
+        chain = new_chain(hash_function, salt, image_at)
+        memo.fill(chain, tokens)
+        for token in range(num_later):
+            tokens.append(token % 2)
+            chain.extend(tokens)
+        plain = new_chain(hash_function, salt, image_at)
+        plain.extend(tokens)
+        assert (chain.hashes, chain.contents) == (plain.hashes, plain.contents)
+        made.append(tokens)
+
+
+def test_a_known_beginning_costs_two_hashes_whatever_its_length() -> None:
+    hash_function = CountingHash()
+    memo = ChainMemo(10_000)
+    beginning = array("I", range(2_000))
+    memo.fill(new_chain(hash_function), beginning)
+    assert hash_function.num_calls == 1_000
+    memo.fill(new_chain(hash_function), beginning + array("I", [7, 7]))
+    assert hash_function.num_calls == 1_002
+    memo.fill(new_chain(hash_function), beginning + array("I", [7, 7]))
+    assert hash_function.num_calls == 1_004
+
+
+def test_a_memo_forgets_the_chains_that_were_used_longest_ago() -> None:
+    hash_function = CountingHash()
+    memo = ChainMemo(10)
+    one, two, three = (array("I", [letter] * 10) for letter in range(3))  # five blocks each
+    for tokens in (one, two, one, three, one):
+        memo.fill(new_chain(hash_function), tokens)
+    # one and two are hashed, one copied, three pushes two out, one is copied again.
+    assert hash_function.num_calls == 5 + 5 + 1 + 5 + 1
+    memo.fill(new_chain(hash_function), two)
+    assert hash_function.num_calls == 17 + 5
+
+
+def test_another_salt_copies_nothing() -> None:
+    hash_function = CountingHash()
+    memo = ChainMemo(100)
+    memo.fill(new_chain(hash_function, "a"), array("I", range(10)))
+    memo.fill(new_chain(hash_function, "b"), array("I", range(10)))
+    assert hash_function.num_calls == 10
+
+
+def test_another_salt_copies_nothing_even_where_hashes_collide() -> None:
+    memo = ChainMemo(100)
+    tokens = array("I", range(10))
+    one, other = new_chain(CountingHash(0), "a"), new_chain(CountingHash(0), "b")
+    memo.fill(one, tokens)
+    memo.fill(other, tokens)
+    assert one.hashes == other.hashes
+    assert one.contents[0] != other.contents[0]
+    assert one.contents[1:] == other.contents[1:]
+
+
+@given(st.integers(0, 9_000), st.integers(0, 300), st.integers(0, 300), st.integers(0, 4_200))
+@settings(deadline=None, derandomize=True, database=None)
+def test_common_tokens_is_the_first_difference(shared: int, mine: int, other: int, start: int) -> None:
+    beginning = array("I", [5]) * shared
+    one, two = beginning + array("I", [1]) * mine, beginning + array("I", [2]) * other
+    assert common_tokens(one, two, min(start, shared)) == shared

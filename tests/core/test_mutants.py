@@ -1,0 +1,273 @@
+"""The tests can fail: each mutant of the control plane turns the test that is named beside it red.
+
+A mutant is a fresh copy of the sources with some lines changed, run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "anaphora"
+
+RUNNER = """
+import importlib, sys
+import anaphora.core
+assert anaphora.core.__file__.startswith(sys.argv[1]), "not the copy"
+for test in sys.argv[2:]:
+    module, name = test.split("::")
+    function = getattr(importlib.import_module(module), name)
+    try:
+        function()
+    except AssertionError:
+        print("red")
+    else:
+        print("green")
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """edits: (file in anaphora/core, text that stands there exactly once, what stands there instead)."""
+
+    name: str
+    test: str
+    edits: tuple[tuple[str, str, str], ...]
+
+
+MUTANTS = [
+    Mutant(
+        "commit before write: what a step is about to write is committed when it is planned",
+        "test_sharing_within_a_step::test_pending_blocks_are_not_findable_after_a_step_that_raised",
+        (
+            (
+                "scheduler.py",
+                "        staged = self.cache.stage(request, stop)\n",
+                "        staged = self.cache.stage(request, stop)\n        self.cache.commit(staged)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "commit before write: blocks of later chunks are staged with the first one",
+        "test_followers::test_followers_compute_only_their_suffix",
+        (("scheduler.py", "self.cache.stage(request, stop)", "self.cache.stage(request, request.num_tokens)"),),
+    ),
+    Mutant(
+        "pending entries outlive a failed step",
+        "test_sharing_within_a_step::test_pending_blocks_are_not_findable_after_a_step_that_raised",
+        (("scheduler.py", "            self.cache.withdraw(entry.staged)\n", "            pass\n"),),
+    ),
+    Mutant(
+        "pending entries outlive a step that succeeded",
+        "test_prefix_index::test_staged_blocks_are_pending_committed_ones_are_not_and_withdrawn_ones_are_gone",
+        (("prefix_index.py", "            if pending.get(block_hash) == block:\n", "            if False:\n"),),
+    ),
+    Mutant(
+        "the head of a table is released first",
+        "test_block_pool::test_free_releases_the_tail_first_so_that_children_are_evicted_before_their_parents",
+        (("block_pool.py", "        for block in reversed(table):\n", "        for block in table:\n"),),
+    ),
+    Mutant(
+        "an evicted block stays in the index",
+        "test_block_pool::test_an_allocated_block_is_in_no_index_before_it_is_given_out",
+        (
+            (
+                "block_pool.py",
+                "        self.index.remove_all(blocks)\n        self.num_evicted",
+                "        self.num_evicted",
+            ),
+        ),
+    ),
+    Mutant(
+        "an evicted block stays in the index, seen by who reads it",
+        "test_sharing_within_a_step::test_a_failed_step_that_evicted_leaves_no_stale_entry",
+        (
+            (
+                "block_pool.py",
+                "        self.index.remove_all(blocks)\n        self.num_evicted",
+                "        self.num_evicted",
+            ),
+        ),
+    ),
+    Mutant(
+        "a hit may cover every token",
+        "test_scheduler::test_repeating_a_prompt_of_whole_blocks_computes_its_last_block_again_and_leaves_one_copy",
+        (("cache_manager.py", "        return request.num_tokens - 1\n", "        return request.num_tokens\n"),),
+    ),
+    Mutant(
+        "the salt is dropped where the chain is made",
+        "test_cache_manager::test_another_salt_finds_nothing_and_the_same_salt_finds_all",
+        (("cache_manager.py", "self._hash_function, request.extra_keys)", "self._hash_function, ())"),),
+    ),
+    Mutant(
+        "the salt does not enter the content of its block",
+        "test_sharing_within_a_step::test_salts_are_not_shared_within_a_step",
+        (("hashing.py", "                contents[index - first] += extra\n", "                pass\n"),),
+    ),
+    Mutant(
+        "a known chain is copied whatever its salt",
+        "test_chain_memo::test_another_salt_copies_nothing_even_where_hashes_collide",
+        (("chain_memo.py", " or known.extra_keys != chain.extra_keys:", ":"),),
+    ),
+    Mutant(
+        "the ref count is not raised when a block is found",
+        "test_cache_manager::test_admit_gives_the_blocks_of_the_hit_and_new_ones_for_every_other_known_token",
+        (("block_pool.py", "            ref_counts[block] += 1\n", "            pass\n"),),
+    ),
+    Mutant(
+        "a found block stays in the free queue",
+        "test_block_pool::test_touch_takes_found_blocks_out_of_the_queue_and_the_last_owner_puts_them_back",
+        (("block_pool.py", "            self.free_queue.cached.remove(free)\n", "            pass\n"),),
+    ),
+    Mutant(
+        "tokens are not confirmed on a hit",
+        "test_prefix_index::test_a_block_whose_hash_collides_is_not_found_and_counted",
+        (
+            ("prefix_index.py", "            and get(self._contents)[:-1] == tuple(contents)\n", ""),
+            (
+                "prefix_index.py",
+                "return self._parents[block] == parent and self._contents[block] == content",
+                "return self._parents[block] == parent",
+            ),
+        ),
+    ),
+    Mutant(
+        "tokens are not confirmed where a second block comes to have the same hash",
+        "test_prefix_index::test_a_block_whose_hash_collides_is_not_found_and_counted",
+        (
+            (
+                "prefix_index.py",
+                "            elif parents[twin] == parent and all_contents[twin] == content:\n",
+                "            elif parents[twin] == parent:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "the parent is not confirmed on a hit",
+        "test_prefix_index::test_the_parent_is_confirmed_even_where_a_block_of_the_same_content_and_hash_has_another_one",
+        (
+            (
+                "prefix_index.py",
+                "            parents[0] == parent\n"
+                "            and parents[1:-1] == get(self._lineages)[:-2]\n"
+                "            and get(self._contents)",
+                "            get(self._contents)",
+            ),
+            (
+                "prefix_index.py",
+                "return self._parents[block] == parent and self._contents[block] == content",
+                "return self._contents[block] == content",
+            ),
+        ),
+    ),
+    Mutant(
+        "the parent of a pending block is not confirmed",
+        "test_prefix_index::test_the_parent_of_a_pending_block_is_confirmed_too",
+        (
+            (
+                "prefix_index.py",
+                "not self._is(block, contents[index], parent):",
+                "self._contents[block] != contents[index]:",
+            ),
+        ),
+    ),
+    Mutant(
+        "a writer's failure is not carried to its readers",
+        "test_sharing_within_a_step::test_a_failed_writer_takes_its_readers_along_and_nobody_else",
+        (
+            (
+                "scheduler.py",
+                "            writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}\n",
+                "            writers = set()\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a writer's failure is carried to everyone",
+        "test_sharing_within_a_step::test_a_failed_writer_takes_its_readers_along_and_nobody_else",
+        (("scheduler.py", "entry.shares_with & failed.keys()", "failed.keys()"),),
+    ),
+    Mutant(
+        "an admission may evict its own hit",
+        "test_cache_manager::test_hits_that_are_free_are_charged_as_the_free_blocks_that_they_are",
+        (("cache_manager.py", "num_new + sum(ref_counts[block] == 0 for block in hit.blocks)", "num_new"),),
+    ),
+    Mutant(
+        "a long prompt takes the whole budget from those who decode",
+        "test_scheduler::test_a_running_request_of_better_rank_leaves_each_later_one_the_token_that_it_is_owed",
+        (("scheduler.py", "step.budget - owed)", "step.budget)"),),
+    ),
+    Mutant(
+        "what was taken away is given to someone else in the same step",
+        "test_preemption::test_nobody_is_admitted_in_a_step_that_preempts",
+        (("scheduler.py", "        if not step.preempted:", "        if True:"),),
+    ),
+    Mutant(
+        "two free copies of a content are both kept",
+        "test_block_pool::test_a_released_copy_becomes_blank_while_another_owner_keeps_the_content_findable",
+        (
+            (
+                "block_pool.py",
+                "                elif copies and hashes[block] in copies:\n",
+                "                elif False:\n",
+            ),
+        ),
+    ),
+]
+
+
+def copy_of_the_sources(folder: Path) -> Path:
+    """What core needs, under `folder`; returns core's folder there."""
+    target = folder / "anaphora"
+    shutil.copytree(PACKAGE / "core", target / "core", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("config.py", "errors.py", "sampling_params.py"):
+        shutil.copy(PACKAGE / name, target / name)
+    (target / "__init__.py").touch()
+    return target / "core"
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{path.name} holds {old!r} {text.count(old)} times: bring the mutant up to date"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def outcomes(folder: Path, tests: list[str]) -> list[str]:
+    """`red` or `green` for each test (module::function), run against the copy."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, TESTS, TESTS / "core"))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-P", "-c", RUNNER, str(folder), *tests]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+def test_the_code_as_it_is_passes_every_test_that_a_mutant_names(tmp_path: Path) -> None:
+    copy_of_the_sources(tmp_path)
+    tests = sorted({mutant.test for mutant in MUTANTS})
+    assert outcomes(tmp_path, tests) == ["green"] * len(tests)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_turns_its_test_red(mutant: Mutant, tmp_path: Path) -> None:
+    core = copy_of_the_sources(tmp_path)
+    for file, old, new in mutant.edits:
+        change(core / file, old, new)
+    assert outcomes(tmp_path, [mutant.test]) == ["red"]
+
+
+def test_a_mutant_whose_text_is_not_there_exactly_once_is_refused(tmp_path: Path) -> None:
+    core = copy_of_the_sources(tmp_path)
+    with pytest.raises(AssertionError, match="0 times: bring the mutant up to date"):
+        change(core / "ids.py", "no such text", "")
+    with pytest.raises(AssertionError, match=r"\d+ times: bring the mutant up to date"):
+        change(core / "ids.py", "NewType", "")

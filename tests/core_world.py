@@ -1,0 +1,297 @@
+"""A scheduler and all around it that its tests need: fake K/V, plain-dict oracles, the equations after each call.
+
+Standard library only, so that a mutant can be run against it in a bare process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from fake_kv import Choose, FakeExecutor, Salt
+
+from anaphora.core import (
+    BlockChain,
+    CacheManager,
+    Counters,
+    Request,
+    RequestUpdate,
+    Scheduler,
+    StepPlan,
+    check_scheduler,
+    salt_key,
+    sha256,
+)
+from anaphora.core.hashing import HashFunction
+from anaphora.core.ids import BlockId, RequestId
+from anaphora.sampling_params import SamplingParams
+
+ROOT = b"what the model is"
+
+
+def count_up(tokens: Sequence[int]) -> int:
+    """A model for examples: its output is like no prompt."""
+    return 10_000 + len(tokens)
+
+
+def make_chain(
+    tokens: Sequence[int], block_size: int, *, salt: Salt = None, hash_function: HashFunction = sha256
+) -> BlockChain:
+    """The chain of every full block of `tokens`."""
+    request = make_request("chain", tokens, salt=salt)
+    chain = BlockChain(ROOT, block_size, hash_function, request.extra_keys)
+    chain.extend(request.tokens)
+    return chain
+
+
+def make_request(
+    request_id: str,
+    tokens: Sequence[int],
+    max_tokens: int = 1,
+    *,
+    salt: Salt = None,
+    priority: int = 0,
+    eos: frozenset[int] = frozenset(),
+    stop: tuple[int, ...] = (),
+) -> Request:
+    return Request(
+        request_id,
+        tokens,
+        SamplingParams(max_tokens=max_tokens, stop_token_ids=stop),
+        priority=priority,
+        extra_keys=() if salt is None else (salt_key(salt),),
+        eos_token_ids=eos,
+    )
+
+
+class Findable:
+    """Which blocks everyone may find, by plans and outcomes alone: block id -> the beginning that ends it."""
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self._executor = executor
+        self._block_size = executor.block_size
+        self.held: dict[BlockId, int] = {}
+        self._filled: dict[RequestId, dict[BlockId, int]] = {}
+
+    def plan(self, plan: StepPlan) -> None:
+        """After the executor has taken the plan over: new blocks lose what they held; full ones are about to hold."""
+        admitted = {admission.request_id for admission in plan.admitted}
+        self._filled = {}
+        for scheduled in plan.scheduled:
+            num_hits = scheduled.start // self._block_size if scheduled.request_id in admitted else 0
+            for block in scheduled.new_block_ids[num_hits:]:
+                self.held.pop(block, None)
+        for scheduled in plan.scheduled:
+            known = self._executor.requests[scheduled.request_id]
+            stop = (scheduled.start + len(scheduled.token_ids)) // self._block_size
+            ends = self._executor.beginnings.all_of(known.salt, known.tokens)[self._block_size - 1 :: self._block_size]
+            first = scheduled.start // self._block_size
+            self._filled[scheduled.request_id] = dict(zip(known.table[first:stop], ends[first:stop], strict=True))
+
+    def commit(self, failed: Collection[RequestId]) -> int:
+        """The step has run; returns how many blocks became findable."""
+        filled = [blocks for request_id, blocks in self._filled.items() if request_id not in failed]
+        for blocks in filled:
+            self.held.update(blocks)
+        return sum(map(len, filled))
+
+    def longest(self, salt: Salt, tokens: Sequence[int]) -> int:
+        """Leading full blocks of `tokens` that everyone may find, capped so that the last token is computed."""
+        found = set(self.held.values())
+        ends = self._executor.beginnings.all_of(salt, tokens[:-1])[self._block_size - 1 :: self._block_size]
+        return next((count for count, end in enumerate(ends) if end not in found), len(ends))
+
+
+class World:
+    """`schedule` and then `update` or `fail`, or `step` for both; every call checks the equations.
+
+    Block ids, counters and outcomes are compared with what plans and results alone say that they must be.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 4,
+        *,
+        budget: int = 64,
+        max_num_seqs: int = 8,
+        policy: str = "fcfs",
+        max_model_len: int | None = None,
+        caching: bool = True,
+        hash_function: HashFunction = sha256,
+        eviction_policy: str = "lru",
+        choose: Choose = count_up,
+    ) -> None:
+        self.cache = CacheManager(
+            num_blocks,
+            block_size,
+            root=ROOT,
+            hash_function=hash_function,
+            enable_prefix_caching=caching,
+            eviction_policy=eviction_policy,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            policy=policy,
+        )
+        self.salts: dict[str, Salt] = {}
+        self.executor = FakeExecutor(num_blocks, block_size, choose, self.salts)
+        self.findable = Findable(self.executor)
+        self.requests: dict[str, Request] = {}  # every one that was ever taken
+        self.in_flight: StepPlan | None = None
+        self.expected = Counters()  # those that plans and results determine
+        self._caching = caching
+        self._furthest: dict[str, int] = {}  # leading positions that a request has had, found or computed
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        salt: Salt = None,
+        priority: int = 0,
+        eos: frozenset[int] = frozenset(),
+        stop: tuple[int, ...] = (),
+    ) -> Request:
+        request = make_request(request_id, tokens, max_tokens, salt=salt, priority=priority, eos=eos, stop=stop)
+        self.scheduler.add(request)
+        self.salts[request_id] = salt
+        self.requests[request_id] = request
+        self._furthest.pop(request_id, None)
+        return request
+
+    def finish(self, request_id: str, reason: str = "abort") -> None:
+        self.scheduler.finish(request_id, reason)
+        self._check()
+
+    def reset(self, preempt_running: bool = False) -> bool:
+        done = self.scheduler.reset_prefix_cache(preempt_running)
+        if done:
+            self.findable.held.clear()
+        self._check()
+        return done
+
+    def look_up(self, tokens: Sequence[int], salt: Salt = None) -> int:
+        """Blocks that a new request with these tokens would find now. Checks that looking changes nothing."""
+        request = make_request("probe", tokens, salt=salt)
+        self.cache.register(request)
+        before = self.snapshot()
+        hit = self.cache.look_up(request)
+        assert self.snapshot() == before, "a look-up changed state"
+        assert hit.num_tokens == len(hit.blocks) * self.cache.block_size < len(tokens)
+        return len(hit.blocks)
+
+    def snapshot(self) -> tuple[object, ...]:
+        pool = self.cache.pool
+        return list(pool.free_queue), list(pool.ref_counts), list(pool.index.hashes), self.scheduler.stats()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        assert self.in_flight is None
+        self.in_flight = plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        assert plan.num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
+        assert len(plan.scheduled) <= self.scheduler.max_num_seqs
+        self.expected.num_steps += 1
+        return plan
+
+    def update(self, failing: Collection[str] = ()) -> list[RequestUpdate]:
+        """Run the plan in flight; `failing` give values that are not finite."""
+        plan, self.in_flight = self.in_flight, None
+        assert plan is not None
+        result, worthless = self.executor.execute(plan, failing)
+        self.findable.plan(plan)
+        self._count_admissions(plan)
+        updates = self.scheduler.update(plan, result)
+        assert [update.request.request_id for update in updates] == [entry.request_id for entry in plan.scheduled]
+        failed = {update.request.request_id for update in updates if update.error is not None}
+        assert failed == worthless, f"{sorted(failed)} end with an error, but garbage is what {sorted(worthless)} wrote"
+        self._count_computed(plan, failed)
+        self._commit(failed)
+        self._check()
+        return updates
+
+    def fail(self) -> list[RequestUpdate]:
+        """The plan in flight raises after it has written."""
+        plan, self.in_flight = self.in_flight, None
+        assert plan is not None
+        self.executor.break_down(plan)
+        self.findable.plan(plan)
+        self._count_admissions(plan)
+        updates = self.scheduler.fail(plan, "the device is gone")
+        assert [update.request.request_id for update in updates] == [entry.request_id for entry in plan.scheduled]
+        assert all(update.finish_reason == "error" and update.token is None for update in updates)
+        self.expected.num_failed_steps += 1
+        self._commit({update.request.request_id for update in updates})
+        self._check()
+        return updates
+
+    def step(self, failing: Collection[str] = ()) -> StepPlan:
+        plan = self.schedule()
+        assert plan is not None, "nothing to do"
+        self.update(failing)
+        return plan
+
+    def run(self, max_steps: int = 1_000) -> list[StepPlan]:
+        """Step until every request has ended."""
+        plans: list[StepPlan] = []
+        while self.scheduler.has_unfinished:
+            assert len(plans) < max_steps, "somebody starves"
+            plans.append(self.step())
+        return plans
+
+    # -- what must be true ---------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self.in_flight is not None:  # its outcome is not counted yet
+            return
+        check_scheduler(self.scheduler)
+        counters = self.scheduler.stats().counters
+        for name in ("queried", "hit", "computed", "computed_prompt", "recomputed", "requeried", "rehit"):
+            field = f"num_{name}_tokens"
+            assert getattr(counters, field) == getattr(self.expected, field), field
+        assert counters.num_steps == self.expected.num_steps
+        assert counters.num_failed_steps == self.expected.num_failed_steps
+        if counters.num_collisions == 0:
+            assert counters.num_committed_blocks == self.expected.num_committed_blocks
+
+    def _count_admissions(self, plan: StepPlan) -> None:
+        starts = {scheduled.request_id: scheduled.start for scheduled in plan.scheduled}
+        for admission in plan.admitted:
+            hit, request_id = starts[admission.request_id], admission.request_id
+            if request_id in self._furthest:
+                self.expected.num_requeried_tokens += len(admission.token_ids)
+                self.expected.num_rehit_tokens += hit
+            else:
+                self.expected.num_queried_tokens += len(admission.token_ids)
+                self.expected.num_hit_tokens += hit
+                assert self.requests[request_id].num_cached_tokens == hit
+            self._furthest[request_id] = max(hit, self._furthest.get(request_id, 0))
+
+    def _count_computed(self, plan: StepPlan, failed: Collection[str]) -> None:
+        for scheduled in plan.scheduled:
+            if scheduled.request_id in failed:
+                continue
+            positions = range(scheduled.start, scheduled.start + len(scheduled.token_ids))
+            furthest = self._furthest[scheduled.request_id]
+            num_prompt_tokens = self.requests[scheduled.request_id].num_prompt_tokens
+            self.expected.num_computed_tokens += len(positions)
+            self.expected.num_recomputed_tokens += sum(position < furthest for position in positions)
+            self.expected.num_computed_prompt_tokens += sum(
+                furthest <= position < num_prompt_tokens for position in positions
+            )
+            self._furthest[scheduled.request_id] = max(furthest, positions.stop)
+
+    def _commit(self, failed: Collection[RequestId]) -> None:
+        num_committed = self.findable.commit(failed)
+        if self._caching:
+            self.expected.num_committed_blocks += num_committed
+        else:
+            self.findable.held.clear()
