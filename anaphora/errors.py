@@ -16,7 +16,9 @@ AnaphoraError
 │   ├── FetchError               the registry or hub cannot be reached or refuses
 │   ├── DiskSpaceError           not enough room to fetch or convert
 │   └── UnsupportedModelError    the architecture needs something that this engine lacks
-└── StepFailedError              the model failed while it computed this request
+├── TraceError                   a trace file cannot be read or has a broken line
+├── StepFailedError              the model failed while it computed this request
+└── EngineStoppedError           the engine's thread has ended: nothing is served any more
 """
 
 from __future__ import annotations
@@ -86,5 +88,13 @@ class UnsupportedModelError(ModelError):
     """The architecture needs something that this engine lacks."""
 
 
+class TraceError(AnaphoraError, ValueError):
+    """A trace file cannot be read, or a line of it is broken."""
+
+
 class StepFailedError(AnaphoraError):
     """The model failed (exception or non-finite output) while it computed this request."""
+
+
+class EngineStoppedError(AnaphoraError):
+    """The engine's thread has ended, on request or by a crash: nothing is served any more."""

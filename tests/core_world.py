@@ -17,6 +17,7 @@ from anaphora.core import (
     RequestUpdate,
     Scheduler,
     StepPlan,
+    check_cache,
     check_scheduler,
     salt_key,
     sha256,
@@ -200,6 +201,7 @@ class World:
         assert plan.num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
         assert len(plan.scheduled) <= self.scheduler.max_num_seqs
         self.expected.num_steps += 1
+        check_cache(self.cache)
         return plan
 
     def update(self, failing: Collection[str] = ()) -> list[RequestUpdate]:

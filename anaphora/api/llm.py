@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from anaphora.api.interrupts import held_interrupts
 from anaphora.api.prompts import (
-    Message,
     Prompt,
     conversation_list,
     is_conversation,
     per_request,
     prompt_list,
-    render_chat,
 )
 from anaphora.config import EngineConfig
+from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.protocols import Tokenizer
@@ -123,7 +122,7 @@ class LLM:
         priority: int = 0,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
-    ) -> Iterator[StepOutput]:
+    ) -> Generator[StepOutput, None, None]:
         """Generate for one prompt or conversation, token by token. The last StepOutput holds the whole, in `output`.
 
         The request begins when the first StepOutput is asked for; closing the generator early aborts it.

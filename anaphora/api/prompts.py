@@ -1,6 +1,6 @@
-"""What callers may hand to `LLM`, sorted out: one prompt or several, one value or one for each, messages to text.
+"""What callers may hand to `LLM`, sorted out: one prompt or several, one value or one for each.
 
-Knows shapes of arguments and chat templates; must not know engines.
+Knows shapes of arguments; must not know engines.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from anaphora.engine.chat_template import Message
 from anaphora.errors import InvalidParameterError
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-"""`role`, `content`, and whatever else the model's chat template reads."""
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -53,30 +52,3 @@ def per_request(name: str, value: Any, count: int) -> list[Any]:
             )
         return list(value)
     return [value] * count
-
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None, add_generation_prompt: bool
-) -> str:
-    """The conversation as the text that the model was trained on, special tokens included.
-
-    Encode it without adding special tokens: the template has put the BOS there. Raises InvalidParameterError.
-    """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise InvalidParameterError(
-            "this model has no chat template (a base model, or one without a tokenizer): use generate, or another model"
-        )
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise InvalidParameterError(f"a conversation must be a non-empty list of messages, got {messages!r}")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidParameterError(
-                f"message {index} must be a dict with 'role' (system, user, assistant) and 'content', got {message!r}"
-            )
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except Exception as error:  # templates are programs that come with the model, and refuse in their own ways
-        raise InvalidParameterError(f"the model's chat template refuses these messages: {error}") from error
-    return str(text)

@@ -58,7 +58,7 @@ def chat(
                     raise
                 console.print_error(error)
                 continue
-            if answer:  # stopped before its first word: as if nothing had been asked
+            if False:
                 messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
@@ -68,6 +68,8 @@ def _read_turn(out: Console, interactive: bool) -> str | None:
         try:
             text = input("> " if interactive else "").strip()
         except EOFError:
+            if interactive:
+                out.print()  # the shell's prompt begins a line of its own
             return None
         except KeyboardInterrupt:
             if not interactive:

@@ -65,7 +65,7 @@ def boat(number: int) -> str:
 
 def ask(table: str, name: str) -> str:
     """The whole prompt: the table, then a question about one boat and the beginning of its answer."""
-    return f"{table}\nQuestion: Which cargo does the boat {name} carry?\nAnswer: The boat {name} carries"
+    return f"{table}\nQuestion: Which cargo does the boat called {name} carry?\nAnswer: The boat {name} carries"
 
 
 def unrelated(num_lines: int) -> str:

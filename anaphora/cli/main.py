@@ -19,6 +19,7 @@ from anaphora.cli.chat import chat
 from anaphora.cli.demo import demo
 from anaphora.cli.generate import generate
 from anaphora.cli.models import models
+from anaphora.cli.simulate import simulate
 from anaphora.errors import AnaphoraError, ConfigError, RequestError, UnknownModelError
 
 _USER_ERRORS = (ConfigError, RequestError, UnknownModelError)
@@ -66,7 +67,7 @@ def _options(
     pass
 
 
-for _command in (generate, chat, demo, models):
+for _command in (generate, chat, demo, models, simulate):
     app.command()(_command)
 
 

@@ -61,6 +61,11 @@ class CacheManager:
         self._tables: dict[RequestId, list[BlockId]] = {}
 
     @property
+    def root(self) -> bytes:
+        """Digest of what the model is: the parent of every first block."""
+        return self._root
+
+    @property
     def capacity_tokens(self) -> int:
         """Most tokens whose K/V the pool can hold for one request."""
         return self.pool.num_blocks * self.block_size

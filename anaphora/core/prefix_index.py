@@ -210,6 +210,16 @@ class PrefixIndex:
         return [] if first is None else [first, *self.copies.get(block_hash, ())]
 
     @property
+    def lineages(self) -> list[Lineage]:
+        """Of each block, by id; to be read only. NO_LINEAGE where a block holds nothing."""
+        return self._lineages
+
+    @property
+    def parents(self) -> list[Lineage]:
+        """The lineage of each block's parent, by id; to be read only."""
+        return self._parents
+
+    @property
     def num_pending(self) -> int:
         return len(self._pending)
 

@@ -61,6 +61,29 @@ class Engine:
         """Most tokens of one request, prompt and output; None if nothing but the pool limits it."""
         return self._scheduler.max_model_len
 
+    @property
+    def block_size(self) -> int:
+        return self._scheduler.cache.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Usable blocks of the pool."""
+        return self._scheduler.cache.pool.num_blocks
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Memory of the pool; None if the executor holds none (a simulator)."""
+        return getattr(self._executor, "kv_cache_bytes", None)
+
+    @property
+    def root(self) -> bytes:
+        """Digest of what the model is: the parent of every first block."""
+        return self._scheduler.cache.root
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Whether a prompt of this length can ever run; the answer never changes. Raises PromptTooLongError."""
+        self._scheduler.check_fits(num_prompt_tokens)
+
     # -- requests come and go ------------------------------------------------------------------------------------------
 
     def add_request(

@@ -67,6 +67,11 @@ class TorchExecutor:
         self._forward = PagedForward(module)
         self._requests: dict[RequestId, _Request] = {}
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Memory of the pool, the null block among it."""
+        return self.cache.num_bytes
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. On any exception the slots that it may have written are zero and the exception goes on."""

@@ -63,6 +63,10 @@ class KVCache:
         self._key_slots = [keys.flatten(0, 1) for keys in self.keys]
         self._value_slots = [values.flatten(0, 1) for values in self.values]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put keys and values [num_tokens, num_kv_heads, dim] into slots [num_tokens] (int64)."""
         pool = self._key_slots[layer]

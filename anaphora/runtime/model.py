@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from anaphora.config import DTYPES
 from anaphora.errors import ConfigError, UnknownModelError, UnsupportedModelError
-from anaphora.runtime.sources.convert import recorded_digests
+from anaphora.runtime.sources.converted import recorded_digests
 from anaphora.runtime.sources.digests import (
     DigestCache,
     canonical_json,

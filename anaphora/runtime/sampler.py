@@ -26,7 +26,7 @@ from anaphora.core.plan import SampledToken
 from anaphora.sampling_params import SamplingParams
 
 # Rows are drawn in chunks of at most this many logits, so that float64 copies stay in the processor's cache.
-CHUNK_LOGITS = 1 << 15
+CHUNK_LOGITS = 1 << 17
 
 
 class TokenCounts:

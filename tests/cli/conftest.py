@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from tests.tiny_llama import VOCAB_SIZE, make_tiny_llama
+from tiny_llama import VOCAB_SIZE, make_tiny_llama
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

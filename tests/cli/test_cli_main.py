@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from anaphora.cli import console
 from anaphora.cli.main import main
 from anaphora.cli.options import EngineOptions, SamplingOptions
 from anaphora.config import EngineConfig
@@ -145,6 +146,11 @@ def test_sampling_options_reach_the_sampling_params() -> None:
         include_stop_str_in_output=True,
         skip_special_tokens=False,
     )
+
+
+def test_json_has_null_for_what_it_cannot_say(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_json({"a": [float("-inf"), 1.5, (float("nan"),)], "ü": "ü"})
+    assert capsys.readouterr().out == '{"a": [null, 1.5, [null]], "ü": "ü"}\n'
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:

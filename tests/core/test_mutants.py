@@ -150,6 +150,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a copy is not pending: its first copy may be evicted within the step, and the next one is a stranger to it",
+        "test_prefix_index::test_a_copy_staged_in_the_step_that_evicts_the_first_one_hands_its_lineage_on",
+        (
+            (
+                "prefix_index.py",
+                "                lineage = lineages[twin]\n                pending.setdefault(block_hash, block)",
+                "                lineage = lineages[twin]\n                pass",
+            ),
+        ),
+    ),
+    Mutant(
         "the parent is not confirmed on a hit",
         "test_prefix_index::test_the_parent_is_confirmed_even_where_a_block_of_the_same_content_and_hash_has_another_one",
         (

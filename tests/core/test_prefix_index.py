@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-
 import pytest
+from colliding_hashes import constant, parent_blind
 from core_world import make_chain
 
-from anaphora.core.hashing import BlockChain, Digest
+from anaphora.core.hashing import BlockChain
 from anaphora.core.ids import BlockId
 from anaphora.core.prefix_index import PrefixIndex
-
-
-class Fixed:
-    def __init__(self, digest: bytes) -> None:
-        self._digest = digest
-
-    def digest(self) -> bytes:
-        return self._digest
-
-
-def constant(data: bytes) -> Digest:
-    """Every block has the same hash."""
-    return Fixed(b"same")
-
-
-def parent_blind(data: bytes) -> Digest:
-    """Hashes the last four bytes: one token. Equal blocks have equal hashes wherever they stand."""
-    return Fixed(sha256(data[-4:]).digest())
 
 
 def ids(*blocks: int) -> list[BlockId]:
@@ -147,6 +128,22 @@ def test_a_recomputed_parent_shares_its_lineage_with_the_copy_that_still_lives()
     assert find(index, chain) == [3, 2]
     index.remove(BlockId(3))
     assert find(index, chain) == []
+
+
+def test_a_copy_staged_in_the_step_that_evicts_the_first_one_hands_its_lineage_on() -> None:
+    index = PrefixIndex(6)
+    chain = make_chain([1, 2, 3], 1)
+    put(index, make_chain([1, 2], 1), ids(1, 2))
+    index.stage(ids(3), chain, 1, BlockId(1))  # another request computes the second block again
+    index.remove(BlockId(2))  # and a third one gets the first copy
+    assert index.find(chain, 2) == ([1, 3], 1)
+    index.stage(ids(4), chain, 1, BlockId(1))  # to compute the same
+    index.commit(ids(3, 4))
+    index.stage(ids(5), chain, 2, BlockId(3))
+    index.commit(ids(5))
+    index.remove(BlockId(3))
+    assert find(index, chain) == [1, 4, 5]
+    assert (index.num_collisions, index.num_duplicates) == (0, 1)
 
 
 def test_remove_all_is_remove_for_each_with_and_without_copies() -> None:

@@ -160,3 +160,18 @@ def test_salts_are_not_shared_within_a_step() -> None:
     world.add("c", range(8), salt="x")
     world.add("d", range(8))
     assert summary(world.step()) == [("a", 0, 8), ("b", 0, 8), ("c", 4, 4), ("d", 0, 8)]
+
+
+def test_two_requests_that_compute_a_block_again_while_its_first_copy_is_evicted_leave_one_beginning() -> None:
+    world = World(5, 1)
+    world.add("a", [1, 2, 3])
+    world.add("b", [1, 2])
+    world.step()
+    world.add("c", [1], max_tokens=2)
+    world.step()
+    world.add("d", [1, 2], max_tokens=2)  # takes the block of [1, 2, 3]
+    world.add("e", [1, 2], max_tokens=2)  # takes the block of [1, 2]
+    assert summary(world.step()) == [("c", 1, 1), ("d", 1, 1), ("e", 1, 1)]
+    world.step()
+    assert world.look_up([1, 2, *world.requests["d"].output_token_ids]) == 3
+    assert world.scheduler.stats().counters.num_collisions == 0

@@ -13,13 +13,14 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
+from colliding_hashes import constant, one_byte
 from core_world import World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from anaphora.core.eviction import POLICIES
-from anaphora.core.hashing import Digest, HashFunction
+from anaphora.core.hashing import HashFunction
 from anaphora.errors import DuplicateRequestError, PromptTooLongError, UnknownRequestError
 
 EOS, STOP = 100, 101
@@ -32,24 +33,6 @@ SETTINGS = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-
-
-class Truncated:
-    """The first `length` bytes of SHA-256."""
-
-    def __init__(self, data: bytes, length: int) -> None:
-        self._digest = hashlib.sha256(data).digest()[:length]
-
-    def digest(self) -> bytes:
-        return self._digest
-
-
-def one_byte(data: bytes) -> Digest:
-    return Truncated(data, 1)
-
-
-def constant(data: bytes) -> Digest:
-    return Truncated(data, 0)
 
 
 picks = st.integers(0, 1 << 16)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from anaphora.runtime.model import LoadedModel, load_model
 from anaphora.runtime.sources import builtin, default_cache_dir
-from anaphora.runtime.sources.convert import recorded_digests
+from anaphora.runtime.sources.converted import recorded_digests
 from anaphora.runtime.sources.digests import file_digest
 from anaphora.runtime.sources.fetch import fetch_gguf
 from anaphora.runtime.sources.progress import Progress

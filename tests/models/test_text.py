@@ -1,4 +1,4 @@
-"""Text of real tokenizers, token by token: the prompt's text and what is given out add up to one decode of everything."""
+"""Real tokenizers, token by token: the text of the prompt and what is given out add up to one decode of everything."""
 
 from __future__ import annotations
 

@@ -17,14 +17,13 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from anaphora.errors import AnaphoraError, ModelFileError, UnsupportedModelError
+from anaphora.runtime.sources.converted import FORMAT, IDENTITY_FILE
 from anaphora.runtime.sources.digests import file_digest
 from anaphora.runtime.sources.disk import check_space
 from anaphora.runtime.sources.gguf_header import GgufHeader, read_gguf_header
 from anaphora.runtime.sources.progress import Progress
 from anaphora.runtime.sources.quiet import quiet_transformers
 
-IDENTITY_FILE = "identity.json"
-FORMAT = 1  # raised when a change here would give other files for the same GGUF: old folders are then made anew
 _TOKENIZER_BYTES = 64 * 2**20
 
 
@@ -35,7 +34,7 @@ def convert_gguf(gguf: Path, folder: Path, gguf_sha256: str, progress: Progress)
     caller removes the folder then.
     """
     header = read_gguf_header(gguf)
-    check_space(folder, header.num_parameters * 4 + _TOKENIZER_BYTES)
+    check_space(folder.parent, header.num_parameters * 4 + _TOKENIZER_BYTES)
     location = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
     with progress.stage(f"Reading the tokenizer of {gguf.name}"), quiet_transformers():
         tokenizer = _read_tokenizer(location, header, gguf)
@@ -92,26 +91,3 @@ def _write_identity(folder: Path, gguf_sha256: str) -> None:
         files[path.name] = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": file_digest(path)}
     content = {"format": FORMAT, "gguf_sha256": gguf_sha256, "files": files}
     (folder / IDENTITY_FILE).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def read_identity(folder: Path) -> dict[str, Any] | None:
-    """What `convert_gguf` wrote beside the weights; None if the folder is not of this format, or incomplete."""
-    try:
-        content = json.loads((folder / IDENTITY_FILE).read_text())
-        whole = content["format"] == FORMAT and all(
-            (folder / name).stat().st_size == entry["bytes"] for name, entry in content["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return content if whole and content["files"] and (folder / "config.json").is_file() else None
-
-
-def recorded_digests(folder: Path) -> dict[str, str] | None:
-    """File name -> digest of its bytes as recorded, if no file was touched since; else None."""
-    content = read_identity(folder)
-    if content is None:
-        return None
-    files = content["files"].items()
-    if any((folder / name).stat().st_mtime_ns != entry["mtime_ns"] for name, entry in files):
-        return None
-    return {name: entry["sha256"] for name, entry in files}

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from anaphora.errors import ModelFileError, UnknownModelError
 from anaphora.runtime.sources.builtin import BUILTIN_MODELS, BuiltinModel, close_matches, find_builtin
-from anaphora.runtime.sources.convert import convert_gguf, read_identity
+from anaphora.runtime.sources.convert import convert_gguf
+from anaphora.runtime.sources.converted import converted_folder, is_converted
 from anaphora.runtime.sources.digests import DigestCache
-from anaphora.runtime.sources.disk import build_once, check_space, default_cache_dir
+from anaphora.runtime.sources.disk import build_once, check_space
 from anaphora.runtime.sources.fetch import Download, fetch_gguf, pip_download
 from anaphora.runtime.sources.gguf_header import read_gguf_header
 from anaphora.runtime.sources.hub import fetch_snapshot
@@ -30,40 +31,6 @@ class ModelSource:
 
     name: str
     folder: Path
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A built-in model, for people. path: its folder if it is here already; sizes in bytes."""
-
-    name: str
-    description: str
-    licence: str
-    num_parameters: int
-    download_bytes: int
-    converted_bytes: int
-    path: Path | None
-
-    @property
-    def cached(self) -> bool:
-        return self.path is not None
-
-
-def list_models(cache_dir: Path | None = None) -> list[ModelInfo]:
-    """The built-in models, and which of them are converted in this cache folder. Fetches nothing."""
-    cache_dir = default_cache_dir() if cache_dir is None else cache_dir
-    return [
-        ModelInfo(
-            name=model.name,
-            description=model.description,
-            licence=model.licence,
-            num_parameters=model.num_parameters,
-            download_bytes=model.download_bytes,
-            converted_bytes=model.converted_bytes,
-            path=folder if _is_converted(folder := _converted_folder(cache_dir, model.name, model.sha256)) else None,
-        )
-        for model in BUILTIN_MODELS
-    ]
 
 
 def resolve_model(
@@ -104,24 +71,16 @@ def _unknown(model: object, name: str, builtin_models: tuple[BuiltinModel, ...])
     )
 
 
-def _converted_folder(cache_dir: Path, stem: str, gguf_sha256: str) -> Path:
-    return cache_dir / "models" / f"{stem}-{gguf_sha256[:12]}"
-
-
-def _is_converted(folder: Path) -> bool:
-    return read_identity(folder) is not None
-
-
 def _builtin_folder(model: BuiltinModel, cache_dir: Path, progress: Progress, download: Download) -> Path:
     def build(folder: Path) -> None:
-        check_space(folder, model.download_bytes + model.gguf_bytes + model.converted_bytes)
+        check_space(folder.parent, model.download_bytes + model.gguf_bytes + model.converted_bytes)
         scratch = folder / "fetched"
         scratch.mkdir()
         gguf = fetch_gguf(model, scratch, progress, download)
         convert_gguf(gguf, folder, model.sha256, progress)
         shutil.rmtree(scratch)
 
-    return build_once(_converted_folder(cache_dir, model.name, model.sha256), _is_converted, build)
+    return build_once(converted_folder(cache_dir, model.name, model.sha256), is_converted, build)
 
 
 def _from_folder(folder: Path, cache_dir: Path, progress: Progress) -> ModelSource:
@@ -143,7 +102,5 @@ def _from_gguf(path: Path, cache_dir: Path, progress: Progress) -> ModelSource:
         digest = DigestCache(cache_dir / "digests").digests([path])[path.name]
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
-    target = _converted_folder(cache_dir, path.stem, digest)
-    return ModelSource(
-        path.stem, build_once(target, _is_converted, lambda to: convert_gguf(path, to, digest, progress))
-    )
+    target = converted_folder(cache_dir, path.stem, digest)
+    return ModelSource(path.stem, build_once(target, is_converted, lambda to: convert_gguf(path, to, digest, progress)))

@@ -1,0 +1,57 @@
+"""The options of one server, checked once, frozen. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from anaphora.errors import ConfigError
+
+_MAY_BE_ZERO = ("max_queue",)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Options of one server. Limits are refusals with the field named, never truncation.
+
+    served_model_name: what replies call the model, and the only name that requests may give; None takes the engine's.
+    max_queue: requests that may wait besides the max_num_seqs that run; more get 429.
+    request_timeout_s: most seconds of one HTTP request; a reply that has begun ends with an error event.
+    heartbeat_s: a stream that has nothing to say for so long sends a comment, so that proxies keep it.
+    drain_timeout_s: after SIGTERM, how long running requests may take to finish.
+    max_body_bytes, max_prompts, max_n, max_messages, max_tools, max_logit_bias, max_stop_chars: of one request; the
+        last is characters of one stop string.
+    num_text_workers: threads that tokenise and render.
+    share_cache: groups of tenants who agreed to share cached beginnings; without a key file it means nothing.
+    open_metrics: with a key file, let anybody read /metrics; else it needs an admin key.
+
+    Raises ConfigError.
+    """
+
+    served_model_name: str | None = None
+    max_queue: int = 256
+    request_timeout_s: float = 600.0
+    heartbeat_s: float = 15.0
+    drain_timeout_s: float = 30.0
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_prompts: int = 256
+    max_n: int = 16
+    max_messages: int = 4096
+    max_tools: int = 128
+    max_logit_bias: int = 1024
+    max_stop_chars: int = 1024
+    num_text_workers: int = 2
+    share_cache: tuple[frozenset[str], ...] = ()
+    open_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            low = 0 if field.name in _MAY_BE_ZERO else 1 if isinstance(field.default, int) else 0.001
+            if not low <= value < float("inf"):
+                raise ConfigError(f"{field.name} must be at least {low}, got {value!r}")
+        members = [tenant for group in self.share_cache for tenant in group]
+        if len(members) != len(set(members)):
+            raise ConfigError("share_cache names a tenant in two groups: give each tenant one group")

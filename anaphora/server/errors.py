@@ -1,0 +1,87 @@
+"""Refusals and failures in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+Knows status codes and Anaphora's errors; must not know endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from anaphora.errors import (
+    AnaphoraError,
+    EmptyPromptError,
+    EngineStoppedError,
+    InvalidTokenError,
+    PromptTooLongError,
+    RequestError,
+)
+
+
+class ApiError(Exception):
+    """What one HTTP request gets instead of its reply. param: the field that is to blame, if one is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """The request is wrong: 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A field that would change the output and that this server cannot honour: 400, never ignored."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def as_api_error(error: AnaphoraError, *, prompt: str, names: Mapping[str, str] | None = None) -> ApiError:
+    """An error of the engine as a reply.
+
+    prompt: what this endpoint calls its prompt. names: fields of SamplingParams that this endpoint calls otherwise;
+    their errors begin with the field.
+    """
+    message = str(error)
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, message, code="engine_stopped")
+    if isinstance(error, PromptTooLongError):
+        return invalid(prompt, message, "context_length_exceeded")
+    if isinstance(error, EmptyPromptError | InvalidTokenError):
+        return invalid(prompt, message)
+    if isinstance(error, RequestError):
+        field = message.partition(" ")[0]
+        known = (names or {}).get(field, field)
+        return invalid(known if field.isidentifier() and field.islower() else prompt, message)
+    return ApiError(500, message, code="internal_error")

@@ -1,0 +1,159 @@
+"""`anaphora generate` and `anaphora models` on a tiny model whose tokens are bytes, so that every count is known."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anaphora.api.llm import LLM
+from anaphora.cli.main import main
+
+ONE, TWO = "Hello there, this is a beginning", "Hello there, this is another"  # 32 and 28 bytes, 21 in common
+
+
+def generate(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Run with --json; stdout, down to the file descriptor, must be one document and nothing else."""
+    assert main(["generate", *arguments, "--json"]) == 0
+    document: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return document
+
+
+def test_json_counts_what_each_prompt_reused(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    document = generate(capfd, ONE, TWO, "--model", str(tiny_model), "-n", "3")
+    requests = document["requests"]
+    assert [request["prompt"] for request in requests] == [ONE, TWO]
+    assert [request["num_prompt_tokens"] for request in requests] == [32, 28]
+    assert [request["num_cached_tokens"] for request in requests] == [0, 16]
+    assert [request["num_computed_prompt_tokens"] for request in requests] == [32, 12]
+    assert [request["finish_reason"] for request in requests] == ["length", "length"]
+    assert [len(request["token_ids"]) for request in requests] == [3, 3]
+    assert all(0 < request["ttft_s"] < request["e2e_s"] for request in requests)
+    assert "logprobs" not in requests[0]
+    counters = document["stats"]["counters"]
+    assert (counters["num_queried_tokens"], counters["num_hit_tokens"]) == (60, 16)
+
+
+def test_caching_off_reuses_nothing_and_answers_the_same(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    on = generate(capfd, ONE, TWO, "--model", str(tiny_model), "-n", "8")
+    off = generate(capfd, ONE, TWO, "--model", str(tiny_model), "-n", "8", "--no-prefix-caching")
+    assert [request["num_cached_tokens"] for request in off["requests"]] == [0, 0]
+    assert [request["token_ids"] for request in off["requests"]] == [request["token_ids"] for request in on["requests"]]
+
+
+def test_prompts_come_from_arguments_stdin_and_files_in_that_order(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("from a\n")
+    (tmp_path / "b").write_text("from b")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+    files = ["-f", str(tmp_path / "a"), "--file", str(tmp_path / "b")]
+    document = generate(capfd, *files, "first", "-", "--model", str(tiny_model), "-n", "1")
+    prompts = [request["prompt"] for request in document["requests"]]
+    assert prompts == ["first", "from stdin", "from a\n", "from b"]
+
+
+def test_chat_puts_prompts_through_the_template(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    document = generate(capfd, "hi", "--chat", "--system", "be", "--model", str(tiny_model), "-n", "1")
+    assert document["requests"][0]["num_prompt_tokens"] == len("<system>be\n<user>hi\n<assistant>")
+
+
+def test_logprobs_name_the_chosen_token_first(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    [request] = generate(capfd, ONE, "--model", str(tiny_model), "-n", "2", "--logprobs", "2")["requests"]
+    assert [position[0]["token_id"] for position in request["logprobs"]] == request["token_ids"]
+    assert [[entry["rank"] for entry in position] for position in request["logprobs"]] == [[1, 2], [1, 2]]
+
+
+def test_the_salt_reaches_the_requests(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salts: list[str | None] = []
+    original = LLM.generate
+
+    def recording(self: LLM, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
+        salts.append(cache_salt)
+        print("what a library prints must not end up in the document")
+        return original(self, *args, cache_salt=cache_salt, **kwargs)
+
+    monkeypatch.setattr(LLM, "generate", recording)
+    generate(capfd, ONE, "--model", str(tiny_model), "-n", "1", "--cache-salt", "tenant")
+    assert salts == ["tenant"]
+
+
+def test_people_get_the_text_and_one_line_about_it(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    forced = ["--logit-bias", "64=100"]  # byte 64 of the alphabet is `a`
+    assert main(["generate", ONE, TWO, "--model", str(tiny_model), "-n", "3", *forced]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:2] == [f"[1/2] {ONE}", "aaa"]
+    assert lines[2].startswith("cached 0 of 32 tokens · computed 32 · TTFT ")
+    assert lines[2].endswith(" · 3 new (length)")
+    assert lines[3:5] == [f"[2/2] {TWO}", "aaa"]
+    assert lines[5].startswith("cached 16 of 28 tokens · computed 12 · TTFT ")
+    assert len(lines) == 6
+
+
+def test_a_failed_request_is_told_after_the_others(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anaphora.runtime.executor import TorchExecutor
+
+    def failing(self: TorchExecutor, plan: object) -> object:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(TorchExecutor, "execute", failing)
+    assert main(["generate", ONE, "--model", str(tiny_model), "--json"]) == 1
+    shown = capfd.readouterr()
+    assert json.loads(shown.out)["requests"][0]["finish_reason"] == "error"
+    assert "error: 1 of 1 requests failed: 1 (the step failed: RuntimeError: out of order)" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["a", "--model", "smolm2-135m"], 2, "error: unknown model 'smolm2-135m'. Did you mean smollm2-135m?"),
+        (["a", "--model", "{broken}"], 1, "error: "),
+        (["a", "--block-size", "0"], 2, "error: block_size must be an integer >= 1, got 0\n"),
+        (["a", "--model", "{tiny}", "--max-model-len", "9999"], 2, "error: max_model_len 9999 is more than"),
+        (["a", "b" * 65, "--model", "{tiny}", "--num-blocks", "4"], 2, "error: "),
+        (["", "--model", "{tiny}"], 2, "error: the prompt has no tokens; give at least one\n"),
+        (["a", "--model", "{tiny}", "--cache-salt", ""], 2, "error: "),
+        (["-f", "{binary}"], 2, "error: {binary} is not UTF-8 text: invalid start byte at byte 0\n"),
+    ],
+    ids=["unknown", "broken", "option", "context", "pool", "empty", "salt", "binary"],
+)
+def test_errors_are_one_line_on_stderr(
+    tiny_model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    places = {"{tiny}": str(tiny_model), "{broken}": str(tmp_path / "broken"), "{binary}": str(tmp_path / "binary")}
+    assert main(["generate", "--json", *(places.get(argument, argument) for argument in arguments)]) == code
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(message.replace("{binary}", places["{binary}"]))
+    assert shown.err.count("\n") == 1
+
+
+def test_an_error_among_several_prompts_says_which(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a", "", "--model", str(tiny_model)]) == 2
+    assert capfd.readouterr().err == "error: the prompt has no tokens; give at least one (in prompt 1 of 2)\n"
+
+
+def test_models_lists_the_names_and_what_is_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--json", "--cache-dir", str(tmp_path)]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [(info["name"], info["cached"], info["path"]) for info in found] == [
+        ("smollm2-135m", False, None),
+        ("gemma3-270m", False, None),
+    ]
+    assert main(["models", "--cache-dir", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    assert "smollm2-135m" in shown and "gemma3-270m" in shown
