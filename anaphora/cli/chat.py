@@ -58,7 +58,7 @@ def chat(
                     raise
                 console.print_error(error)
                 continue
-            if False:
+            if answer:  # stopped before its first word: as if nothing had been asked
                 messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except ZeroDivisionError:
         # The reader (`| head`) left. The interpreter flushes once more on its way out: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1

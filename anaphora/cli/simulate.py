@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from anaphora.cli import console
 from anaphora.cli.options import JsonFlag
@@ -17,8 +15,6 @@ from anaphora.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_WIDTH = 160
 
 
 def _timed(help: str) -> Any:
@@ -116,43 +112,45 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _show(document: dict[str, Any]) -> None:
-    out = console.stdout()
     skipped = document["num_skipped_lines"]
-    out.print(
+    lines = [
         f"{document['trace']}: {document['num_requests']:,} requests, {document['num_input_tokens']:,} prompt tokens"
         + (f", {skipped:,} broken lines left out" if skipped else "")
-    )
+    ]
     timed = document["mode"] == "timed"
-    columns = ("policy", "blocks", "tokens", "hit rate", "saved", "computed", "evicted", "refused")
+    header = ("policy", "blocks", "tokens", "hit rate", "saved", "computed", "evicted", "refused")
     for sizes in document["block_sizes"]:
-        size = sizes["block_size"]
-        table = Table(
-            title=f"{document['mode']}, block size {size}{'' if sizes['exact'] else ' (a lower bound of the hits)'}",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-        )
-        for number, column in enumerate((*columns, "TTFT p50/p99 s", "queue", "wait", "compute")[: 12 if timed else 8]):
-            table.add_column(column, justify="right" if number else "left", no_wrap=True)
-        for point in sizes["points"]:
-            table.add_row(
-                point["policy"],
-                f"{point['num_blocks']:,}",
-                f"{point['num_blocks'] * size:,}",
-                f"{point['hit_rate']:.2%}",
-                f"{point['num_saved_tokens']:,}",
-                f"{point['num_computed_tokens']:,}",
-                f"{point['num_evicted_blocks']:,}",
-                f"{point['num_refused_requests']:,}",
-                *(_times(point) if timed else ()),
-            )
-        distinct = sizes["num_distinct_blocks"]
-        table.add_row("unbounded", f"{distinct:,}", f"{distinct * size:,}", f"{sizes['unbounded_hit_rate']:.2%}")
-        out.print(table, width=_WIDTH, crop=False)  # of no terminal's width: the same bytes everywhere
+        size, distinct = sizes["block_size"], sizes["num_distinct_blocks"]
+        rows = [header + (("TTFT p50", "p99", "queue", "wait", "compute s") if timed else ())]
+        rows += [(*_row(point, size), *(_times(point) if timed else ())) for point in sizes["points"]]
+        rows.append(("unbounded", f"{distinct:,}", f"{distinct * size:,}", f"{sizes['unbounded_hit_rate']:.2%}"))
+        lines += ["", f"{document['mode']}, block size {size}{'' if sizes['exact'] else ' (hits are a lower bound)'}"]
+        lines += _aligned(rows)
+    # Of no terminal's width: the same input gives the same bytes everywhere.
+    typer.echo("\n".join([*lines, ""]))
+
+
+def _row(point: dict[str, Any], block_size: int) -> Iterator[str]:
+    yield point["policy"]
+    yield f"{point['num_blocks']:,}"
+    yield f"{point['num_blocks'] * block_size:,}"
+    yield f"{point['hit_rate']:.2%}"
+    for count in ("num_saved_tokens", "num_computed_tokens", "num_evicted_blocks", "num_refused_requests"):
+        yield f"{point[count]:,}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """The first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
+        yield "  ".join([row[0].ljust(widths[0]), *cells[1:]])
 
 
 def _times(point: dict[str, Any]) -> Iterator[str]:
     """Median and 99th percentile of the time to first token; the mean of each of its parts."""
     ttft = point["ttft_s"]
-    yield f"{ttft['p50']:.2f} / {ttft['p99']:.2f}" if ttft else "-"
+    for percentile in ("p50", "p99"):
+        yield f"{ttft[percentile]:.2f}" if ttft else "-"
     for part in ("queue_s", "wait_s", "compute_s"):
         yield f"{point[part]['mean']:.2f}" if point[part] else "-"

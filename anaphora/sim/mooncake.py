@@ -20,7 +20,7 @@ _NO_PARENT = -1
 
 
 def read_mooncake(path: Path, *, skip_bad: bool = False) -> Trace:
-    """Read a trace file. Raises TraceError with the line number and the reason; skip_bad counts broken lines instead."""
+    """Read a trace file. Raises TraceError with line number and reason; skip_bad counts broken lines instead."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return parse_mooncake(lines, str(path), skip_bad=skip_bad)

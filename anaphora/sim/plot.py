@@ -33,9 +33,7 @@ def write_plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
             for policy in dict.fromkeys(point["policy"] for point in sizes["points"]):
                 points = [point for point in sizes["points"] if point["policy"] == policy]
                 capacity = [point["num_blocks"] * size for point in points]
-                axes.plot(
-                    capacity, [100 * p["hit_rate"] for p in points], marker="o", label=f"{policy}, block {size}"
-                )
+                axes.plot(capacity, [100 * p["hit_rate"] for p in points], marker="o", label=f"{policy}, block {size}")
         axes.set(title=Path(document["trace"]).name, xlabel="capacity, tokens", ylabel="hit rate, %", xscale="log")
         axes.set_ylim(bottom=0)
         axes.legend()

@@ -6,7 +6,7 @@ Knows the two ways to replay and what they report; must not know how rows are sh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anaphora.core.eviction import PolicyFactory, policy_factory
@@ -33,7 +33,7 @@ class Sweep:
     policies: Sequence[str] = ("lru",)
     mode: str = "sequential"
     with_outputs: bool = False
-    timed: TimedOptions = TimedOptions()
+    timed: TimedOptions = field(default_factory=TimedOptions)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -64,7 +64,7 @@ class Sweep:
 
 
 def run_sweep(trace: Trace, sweep: Sweep, progress: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
-    """A document of plain data: about the trace, one bound and one row a point for each block size. Raises ConfigError."""
+    """Plain data: about the trace, and for each block size a bound and one row a point. Raises ConfigError."""
     sizes = []
     for block_size in sweep.block_sizes_of(trace):
         trace.check_block_size(block_size)
@@ -102,9 +102,7 @@ def _point(
         made = offline_optimum(trace, num_blocks, block_size, with_outputs=sweep.with_outputs)
     if sweep.mode == "timed":
         return row | _timed_row(replay_timed(trace, num_blocks, block_size, made, sweep.timed, progress=progress))
-    result = replay_sequential(
-        trace, num_blocks, block_size, made, with_outputs=sweep.with_outputs, progress=progress
-    )
+    result = replay_sequential(trace, num_blocks, block_size, made, with_outputs=sweep.with_outputs, progress=progress)
     return row | {
         "hit_rate": result.hit_rate,
         "num_prompt_tokens": result.num_prompt_tokens,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.eviction import PolicyFactory
@@ -37,7 +37,7 @@ class TimedOptions:
     """max_num_batched_tokens, max_num_seqs: as in EngineConfig. arrival_scale: arrival times are multiplied by it,
     so 2 halves the load. Raises ConfigError."""
 
-    cost_model: CostModel = CostModel()
+    cost_model: CostModel = field(default_factory=CostModel)
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     arrival_scale: float = 1.0

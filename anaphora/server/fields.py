@@ -1,0 +1,134 @@
+"""The bodies of the generating endpoints as pydantic models, and how a body becomes one. No defaults of values here:
+null and absent are the same everywhere, and `None`.
+
+An unknown field is refused, never ignored. Must not know the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
+
+from anaphora.server.errors import ApiError, invalid
+
+_Strings = Annotated[list[str], FailFast()]
+_Integers = Annotated[list[int], FailFast()]
+_Objects = Annotated[list[dict[str, Any]], FailFast()]
+
+
+class RequestFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(RequestFields):
+    """What every generating endpoint takes."""
+
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | _Strings | None = None
+    stop_token_ids: _Integers | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    return_timing: bool | None = None
+
+    # Accepted and without effect: none of them may change the output.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class ChoiceFields(GenerationFields):
+    """What completions and chat completions share."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class CompletionFields(ChoiceFields):
+    prompt: Any = None  # checked by hand: a union would try a long list of ids several times over
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class ConversationFields(BaseModel):
+    """What the chat template reads."""
+
+    messages: _Objects | None = None
+    tools: _Objects | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatFields(ChoiceFields, ConversationFields):
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class TokenizeFields(RequestFields, ConversationFields):
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(RequestFields):
+    tokens: _Integers | None = None
+    skip_special_tokens: bool | None = None
+
+
+_Fields = TypeVar("_Fields", bound=RequestFields)
+
+
+def parse_fields(kind: type[_Fields], body: bytes) -> _Fields:
+    """A JSON body as its model. Raises ApiError that names the field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _as_api_error(error) from None
+
+
+def _as_api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return invalid(None, f"the body is not valid JSON: {first['msg']}", "invalid_json")
+    path = [str(part) for part in first["loc"]]
+    if not path:
+        return invalid(None, f"the body must be a JSON object: {first['msg']}", "invalid_json")
+    param = ".".join(path) if path[0] == "stream_options" else path[0]
+    if first["type"] == "extra_forbidden":
+        return invalid(param, f"unknown field {param!r}: this server does not ignore fields", "unknown_parameter")
+    return invalid(param, f"{param}: {first['msg']}", "invalid_type")

@@ -1,0 +1,88 @@
+"""From a request's fields to SamplingParams, with the server's limits. Every refusal names the field."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from anaphora.errors import InvalidParameterError
+from anaphora.sampling_params import SamplingParams
+from anaphora.server.config import ServerConfig
+from anaphora.server.errors import as_api_error, invalid
+from anaphora.server.fields import GenerationFields
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def sampling_params(
+    fields: GenerationFields,
+    config: ServerConfig,
+    *,
+    max_tokens: int,
+    logprobs: int | None = None,
+    names: dict[str, str] | None = None,
+) -> SamplingParams:
+    """names: what this endpoint calls a field of SamplingParams, if not the same. Raises ApiError."""
+    values: dict[str, Any] = {name: getattr(fields, name) for name in _SAME_NAME if getattr(fields, name) is not None}
+    _check_stops(values.get("stop"), config)
+    if fields.logit_bias is not None:
+        values["logit_bias"] = _logit_bias(fields.logit_bias, config)
+    try:
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
+    except InvalidParameterError as error:
+        raise as_api_error(error, prompt="prompt", names=names) from None
+
+
+def choices_of(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """Choice i of n samples with seed + i, so choice i is what a single request with that seed gives."""
+    if params.seed is None:
+        return [params] * n
+    return [replace(params, seed=(params.seed + index) % 2**64) for index in range(n)]
+
+
+def check_n(n: int | None, config: ServerConfig) -> int:
+    """How many choices. Raises ApiError."""
+    if n is None:
+        return 1
+    if not 1 <= n <= config.max_n:
+        raise invalid("n", f"n must be from 1 to {config.max_n}, got {n}")
+    return n
+
+
+def check_salt(salt: str | None) -> None:
+    """Raises ApiError: an empty salt is more likely a mistake than a wish to share."""
+    if salt == "":
+        raise invalid("cache_salt", "cache_salt must not be empty: leave it out to share with requests without one")
+    if salt is not None and len(salt) > 1024:
+        raise invalid("cache_salt", f"cache_salt has {len(salt)} characters, at most 1024 are allowed")
+
+
+def _check_stops(stop: str | list[str] | None, config: ServerConfig) -> None:
+    for text in [stop] if isinstance(stop, str) else stop or ():
+        if len(text) > config.max_stop_chars:
+            raise invalid(
+                "stop", f"stop holds a string of {len(text)} characters, at most {config.max_stop_chars} are allowed"
+            )
+
+
+def _logit_bias(bias: dict[str, float], config: ServerConfig) -> dict[int, float]:
+    if len(bias) > config.max_logit_bias:
+        raise invalid("logit_bias", f"logit_bias has {len(bias)} entries, at most {config.max_logit_bias} are allowed")
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise invalid("logit_bias", f"logit_bias must map token ids to numbers, got the key {key[:40]!r}")
+    return {int(key): value for key, value in bias.items()}

@@ -1,0 +1,108 @@
+"""What every endpoint of one server shares: the engine, the tokenizer, the limits, who may call. Knows no URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.types import Scope
+
+from anaphora.engine.async_engine import AsyncEngine
+from anaphora.errors import RequestError
+from anaphora.server.config import ServerConfig
+from anaphora.server.errors import ApiError, as_api_error
+from anaphora.server.fields import ConversationFields, RequestFields, parse_fields
+from anaphora.server.messages import template_messages
+from anaphora.server.metrics import Metrics
+from anaphora.server.tenants import ANYBODY, ApiKeys, CacheDomains, Caller
+from anaphora.server.text import TextTools
+
+_SMALL_BODY_BYTES = 16 * 1024
+_T = TypeVar("_T")
+_Fields = TypeVar("_Fields", bound=RequestFields)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """api_keys: None lets anybody call, and do everything."""
+
+    engine: AsyncEngine
+    text: TextTools
+    config: ServerConfig
+    metrics: Metrics
+    domains: CacheDomains
+    api_keys: ApiKeys | None
+    model_name: str
+
+    def authenticate(self, scope: Scope) -> Caller:
+        """Who calls, by `Authorization: Bearer KEY`. Raises ApiError."""
+        if self.api_keys is None:
+            return ANYBODY
+        header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        scheme, _, key = header.partition(" ")
+        caller = self.api_keys.find(key.strip()) if scheme.lower() == "bearer" and key.strip() else None
+        if caller is None:
+            hint = "give a valid key: Authorization: Bearer KEY"
+            raise ApiError(401, hint, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return caller
+
+    def authenticate_admin(self, scope: Scope) -> Caller:
+        """As authenticate, and the caller must be an admin."""
+        caller = self.authenticate(scope)
+        if not caller.is_admin:
+            raise ApiError(403, "this needs an admin key", code="admin_key_required")
+        return caller
+
+    async def parse(self, kind: type[_Fields], body: bytes) -> _Fields:
+        """A body as its model; a large one beside the event loop. Raises ApiError."""
+        small = len(body) <= _SMALL_BODY_BYTES
+        fields = parse_fields(kind, body) if small else await self.engine.in_worker(parse_fields, kind, body)
+        if fields.model is not None and fields.model != self.model_name:
+            message = f"this server has no model {fields.model!r}, it serves {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return fields
+
+    async def on_worker(self, prompt_field: str, work: Callable[[], _T]) -> _T:
+        """Tokenise or render on a worker thread. Raises ApiError that names the prompt's field."""
+        try:
+            return await self.engine.in_worker(work)
+        except RequestError as error:
+            raise as_api_error(error, prompt=prompt_field) from None
+
+    def render(self, fields: ConversationFields, *, default_generation_prompt: bool = True) -> str:
+        """A conversation as text. Slow: for a worker thread. Raises ApiError, RequestError."""
+        generation_prompt = fields.add_generation_prompt
+        return self.text.render(
+            template_messages(fields.messages or ()),
+            tools=fields.tools or None,
+            add_generation_prompt=default_generation_prompt if generation_prompt is None else generation_prompt,
+            template_options=fields.chat_template_kwargs,
+        )
+
+    def check_conversation(self, fields: ConversationFields) -> None:
+        """The limits, and what this model's template cannot show. Raises ApiError."""
+        for name, values, most in (
+            ("messages", fields.messages, self.config.max_messages),
+            ("tools", fields.tools, self.config.max_tools),
+        ):
+            if values is not None and len(values) > most:
+                raise ApiError(400, f"{name} has {len(values)} entries, at most {most} are allowed", param=name)
+        if fields.tools and not self.text.template_reads_tools:
+            message = "the chat template of this model reads no tools: leave them out, or use another model"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        _check_options(fields.chat_template_kwargs or {})
+
+
+def _check_options(options: Sequence[str] | dict[str, object]) -> None:
+    for name in options:
+        if name in _RESERVED_OPTIONS:
+            message = f"chat_template_kwargs may not set {name!r}; it holds variables of the template only"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+
+
+_RESERVED_OPTIONS = frozenset(
+    "conversation messages tools documents chat_template tokenize add_generation_prompt continue_final_message padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs self".split()
+)
+"""Arguments of `apply_chat_template` that are no variables of the template."""

@@ -1,0 +1,106 @@
+"""Pieces of replies that several endpoints share: usage, log-probabilities, times. Plain data out of engine outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anaphora.engine.outputs import Logprob, RequestMetrics, RequestOutput
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """`cached_tokens` is always there, 0 included."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def usage_of(outputs: Sequence[RequestOutput], n: int) -> dict[str, Any]:
+    """Usage of several prompts with n choices each. A prompt counts once; its hit is that of its first choice."""
+    firsts = outputs[::n]
+    return usage(
+        sum(len(output.prompt_token_ids) for output in firsts),
+        sum(output.num_cached_tokens for output in firsts),
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+    )
+
+
+def timing(metrics: RequestMetrics, tokenize_s: float) -> dict[str, float | None]:
+    """Where the time of one request went. tokenize_s + queue_s + prefill_s + decode_s == e2e_s.
+
+    tokenize_s: reading the body, parsing, rendering, tokenising. queue_s: from there to the admission.
+    prefill_s: to the first token; the look-up, the prompt's computed part and the first sample. decode_s: to the end.
+    """
+    queue_s, ttft_s, e2e_s = metrics.queue_s, metrics.ttft_s, metrics.e2e_s
+    return {
+        "tokenize_s": tokenize_s,
+        "queue_s": None if queue_s is None else queue_s - tokenize_s,
+        "prefill_s": None if queue_s is None or ttft_s is None else ttft_s - queue_s,
+        "decode_s": None if ttft_s is None or e2e_s is None else e2e_s - ttft_s,
+        "ttft_s": ttft_s,
+        "e2e_s": e2e_s,
+    }
+
+
+def token_text(token_id: int, entry: Logprob, *, as_id: bool = False) -> str:
+    """A token as text; as `token_id:7` where there is no tokenizer or the client wants ids."""
+    return f"token_id:{token_id}" if as_id or entry.decoded_token is None else entry.decoded_token
+
+
+def completion_logprobs(
+    steps: Sequence[Mapping[int, Logprob]], num_top: int, *, as_ids: bool, offset: int = 0
+) -> dict[str, Any]:
+    """OpenAI's legacy shape: four lists, one entry a token. offset: of the first token in the text.
+
+    Two likely tokens may decode to the same text (bytes that are no character): then all but the first are named by id.
+    """
+    tokens, chosen, tops, offsets = [], [], [], []
+    for step in steps:
+        (token_id, entry), *_ = step.items()
+        text = token_text(token_id, entry, as_id=as_ids)
+        tokens.append(text)
+        chosen.append(finite(entry.logprob))
+        offsets.append(offset)
+        offset += len(text)
+        top: dict[str, float] = {}
+        for index, (other_id, other) in enumerate(step.items()):
+            if index == 0 or (other.rank is not None and other.rank <= num_top):
+                name = token_text(other_id, other, as_id=as_ids)
+                top[f"token_id:{other_id}" if name in top else name] = finite(other.logprob)
+        tops.append(top if num_top else None)
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(steps: Sequence[Mapping[int, Logprob]], num_top: int, *, as_ids: bool) -> dict[str, Any]:
+    """OpenAI's chat shape: for each token its log-probability and those of the likeliest."""
+    content = []
+    for step in steps:
+        (token_id, entry), *_ = step.items()
+        top = [
+            _chat_entry(other_id, other, as_ids)
+            for other_id, other in sorted(step.items(), key=lambda item: item[1].rank or 0)
+            if other.rank is not None and other.rank <= num_top
+        ]
+        content.append({**_chat_entry(token_id, entry, as_ids), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
+    text = entry.decoded_token
+    known = text is not None and REPLACEMENT not in text
+    return {
+        "token": token_text(token_id, entry, as_id=as_id),
+        "logprob": finite(entry.logprob),
+        "bytes": list(text.encode("utf-8", "replace")) if known and text is not None else None,
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB

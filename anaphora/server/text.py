@@ -1,0 +1,84 @@
+"""Text to tokens and back for requests, with the checks that come before any work. Runs on worker threads.
+
+Knows a tokenizer and an engine's limits; must not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anaphora.engine.chat_template import Message, render_chat
+from anaphora.engine.engine import Engine
+from anaphora.engine.prompt_check import check_text, check_token_ids
+from anaphora.errors import InvalidParameterError, PromptTooLongError
+
+MAX_CHARS_PER_TOKEN = 128
+"""A prompt of more characters per token of the context limit is refused before it is tokenised: words are far shorter."""
+
+
+class TextTools:
+    """Stateless but for the tokenizer, so any thread may call it. Raises RequestError."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokenizer: Any = engine.tokenizer
+        self._bos_token: str | None = getattr(self.tokenizer, "bos_token", None)
+        self._bos_token_id: int | None = getattr(self.tokenizer, "bos_token_id", None)
+        self.template_reads_tools = "tools" in str(getattr(self.tokenizer, "chat_template", None) or "")
+        if self.tokenizer is not None:  # the first call settles its truncation state, which no later call then changes
+            self.tokenizer.encode("a", add_special_tokens=False)
+
+    def prompt_ids(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
+        """A prompt as token ids that the engine can hold."""
+        if isinstance(prompt, str):
+            token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            self.engine.check_fits(len(prompt))  # before anything looks at each token
+            token_ids = list(prompt)
+        token_ids = check_token_ids(token_ids, self.engine.vocab_size)
+        self.engine.check_fits(len(token_ids))
+        return token_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """add_special_tokens: as the tokenizer does, but never a second BOS before a text that begins with one."""
+        self._check_length(text)
+        token_ids: list[int] = self._need_tokenizer("text").encode(text, add_special_tokens=add_special_tokens)
+        bos = self._bos_token_id
+        if add_special_tokens and bos is not None and self._bos_token and text.startswith(self._bos_token):
+            return token_ids[1:] if token_ids[:2] == [bos, bos] else token_ids
+        return token_ids
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None,
+    ) -> str:
+        return render_chat(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_options=template_options,
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        checked = check_token_ids(token_ids, self.engine.vocab_size) if token_ids else []
+        text: str = self._need_tokenizer("detokenising").decode(checked, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise InvalidParameterError(f"{what} needs a tokenizer and this model has none: give token ids")
+        return self.tokenizer
+
+    def _check_length(self, text: str) -> None:
+        limit = self.engine.max_model_len
+        if limit is not None and len(text) > limit * MAX_CHARS_PER_TOKEN:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, far more than {limit} tokens (max_model_len) can hold; shorten it"
+            )
+        check_text("the prompt", text)
