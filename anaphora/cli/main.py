@@ -19,6 +19,7 @@ from anaphora.cli.chat import chat
 from anaphora.cli.demo import demo
 from anaphora.cli.generate import generate
 from anaphora.cli.models import models
+from anaphora.cli.serve import serve
 from anaphora.cli.simulate import simulate
 from anaphora.errors import AnaphoraError, ConfigError, RequestError, UnknownModelError
 
@@ -67,7 +68,7 @@ def _options(
     pass
 
 
-for _command in (generate, chat, demo, models, simulate):
+for _command in (generate, chat, serve, demo, models, simulate):
     app.command()(_command)
 
 
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     try:
         sys.stdout.flush()
-    except ZeroDivisionError:
+    except BrokenPipeError:
         # The reader (`| head`) left. The interpreter flushes once more on its way out: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1

@@ -16,11 +16,6 @@ class Followers:
         self._by_leader: dict[RequestId, list[tuple[int, Request]]] = {}
         self._leader_of: dict[RequestId, RequestId] = {}
 
-    @property
-    def requests(self) -> list[Request]:
-        """Every follower, by leader."""
-        return [request for waiting in self._by_leader.values() for _, request in waiting]
-
     def __len__(self) -> int:
         return len(self._leader_of)
 

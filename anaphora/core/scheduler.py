@@ -108,11 +108,6 @@ class Scheduler:
             self._end(request, reason)
 
     @property
-    def following(self) -> list[Request]:
-        """Requests that wait for another one to compute the beginning that they share."""
-        return self._followers.requests
-
-    @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 

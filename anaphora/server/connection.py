@@ -1,4 +1,4 @@
-"""One HTTP exchange as a generating endpoint needs it: a bounded body, the moment the client goes away, an event stream.
+"""One HTTP exchange as an endpoint needs it: a bounded body, the moment the client goes away, an event stream.
 
 Knows ASGI only.
 """
@@ -56,7 +56,9 @@ class Connection:
 
     async def send_json(self, status: int, document: Any, headers: Mapping[str, str] | None = None) -> None:
         body = json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
-        await self._begin(status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})})
+        await self._begin(
+            status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        )
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
@@ -84,4 +86,6 @@ def event(document: Any, name: str | None = None) -> bytes:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large", param="body")
+    return ApiError(
+        413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large", param="body"
+    )

@@ -197,7 +197,9 @@ class _Exchange:
         self._job = job = await self._endpoint.prepare(body, arrival)
         arrival.tokenized_s = engine.engine.clock()
         if len(job.requests) > self._endpoint.places.limit:
-            message = f"the request asks for {len(job.requests)} outputs, this server takes {self._endpoint.places.limit}"
+            message = (
+                f"the request asks for {len(job.requests)} outputs, this server takes {self._endpoint.places.limit}"
+            )
             raise invalid("n", message)
         self._take_places(len(job.requests) - 1)
         self.outputs = [None] * len(job.requests)
@@ -256,4 +258,3 @@ class _Exchange:
     @property
     def finished_outputs(self) -> list[RequestOutput]:
         return [output for output in self.outputs if output is not None]
-

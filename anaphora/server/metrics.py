@@ -19,7 +19,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 
 _COUNTERS = (
-    ("prefix_cache_queries", "num_queried_tokens", "Prompt tokens looked up, once per request, at its first admission."),
+    (
+        "prefix_cache_queries",
+        "num_queried_tokens",
+        "Prompt tokens looked up, once per request, at its first admission.",
+    ),
     ("prefix_cache_hits", "num_hit_tokens", "Prompt tokens found by those look-ups."),
     ("prompt_tokens", "num_queried_tokens", "Prompt tokens of admitted requests."),
     ("prompt_tokens_computed", "num_computed_prompt_tokens", "Prompt tokens computed, each position once."),
@@ -65,7 +69,9 @@ class _EngineCollector(Collector):
             blocks.add_metric([state], number)
         yield blocks
         usage = gauges.num_live_blocks / gauges.num_total_blocks if gauges.num_total_blocks else 0.0
-        yield GaugeMetricFamily("anaphora:kv_cache_usage_perc", "Share of blocks held by requests, 0 to 1.", value=usage)
+        yield GaugeMetricFamily(
+            "anaphora:kv_cache_usage_perc", "Share of blocks held by requests, 0 to 1.", value=usage
+        )
         for state, number, text in (
             ("running", gauges.num_running, "Requests that hold blocks."),
             ("waiting", gauges.num_waiting + gauges.num_following, "Requests that wait to be admitted."),

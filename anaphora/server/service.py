@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from starlette.types import Scope
 
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.errors import RequestError
+from anaphora.sampling_params import SamplingParams
 from anaphora.server.config import ServerConfig
 from anaphora.server.errors import ApiError, as_api_error
 from anaphora.server.fields import ConversationFields, RequestFields, parse_fields
@@ -70,6 +71,12 @@ class Service:
         except RequestError as error:
             raise as_api_error(error, prompt=prompt_field) from None
 
+    def with_room(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """The same with max_tokens as large as the context limit, or without one the pool, leaves room for."""
+        engine = self.engine.engine
+        limit = engine.max_model_len or engine.num_blocks * engine.block_size + 1
+        return replace(params, max_tokens=max(1, limit - num_prompt_tokens))
+
     def render(self, fields: ConversationFields, *, default_generation_prompt: bool = True) -> str:
         """A conversation as text. Slow: for a worker thread. Raises ApiError, RequestError."""
         generation_prompt = fields.add_generation_prompt
@@ -94,7 +101,7 @@ class Service:
         _check_options(fields.chat_template_kwargs or {})
 
 
-def _check_options(options: Sequence[str] | dict[str, object]) -> None:
+def _check_options(options: Iterable[str]) -> None:
     for name in options:
         if name in _RESERVED_OPTIONS:
             message = f"chat_template_kwargs may not set {name!r}; it holds variables of the template only"
@@ -102,7 +109,24 @@ def _check_options(options: Sequence[str] | dict[str, object]) -> None:
 
 
 _RESERVED_OPTIONS = frozenset(
-    "conversation messages tools documents chat_template tokenize add_generation_prompt continue_final_message padding "
-    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs self".split()
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    )
 )
 """Arguments of `apply_chat_template` that are no variables of the template."""

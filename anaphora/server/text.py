@@ -14,7 +14,7 @@ from anaphora.engine.prompt_check import check_text, check_token_ids
 from anaphora.errors import InvalidParameterError, PromptTooLongError
 
 MAX_CHARS_PER_TOKEN = 128
-"""A prompt of more characters per token of the context limit is refused before it is tokenised: words are far shorter."""
+"""A text of more characters per token of the context limit is refused before it is tokenised: words are shorter."""
 
 
 class TextTools:
@@ -79,6 +79,7 @@ class TextTools:
         limit = self.engine.max_model_len
         if limit is not None and len(text) > limit * MAX_CHARS_PER_TOKEN:
             raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, far more than {limit} tokens (max_model_len) can hold; shorten it"
+                f"the prompt has {len(text)} characters, far more than {limit} tokens (max_model_len) can hold; "
+                "shorten it"
             )
         check_text("the prompt", text)

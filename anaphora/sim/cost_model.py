@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from anaphora.core.plan import StepPlan
+from anaphora.core.plan import ScheduledRequest, StepPlan
 from anaphora.errors import ConfigError
 
 
@@ -30,11 +30,12 @@ class CostModel:
         if self.overhead_s == self.token_s == 0:
             raise ConfigError("overhead_s and token_s cannot both be 0: then time would stand still")
 
+    def request_s(self, request: ScheduledRequest) -> float:
+        """What one request adds to a step."""
+        count = len(request.token_ids)
+        pairs = count * request.start + count * (count + 1) // 2
+        return count * self.token_s + pairs * self.attention_s
+
     def step_s(self, plan: StepPlan) -> float:
         """The formula above."""
-        tokens = pairs = 0
-        for request in plan.scheduled:
-            count = len(request.token_ids)
-            tokens += count
-            pairs += count * request.start + count * (count + 1) // 2
-        return self.overhead_s + tokens * self.token_s + pairs * self.attention_s
+        return self.overhead_s + sum(map(self.request_s, plan.scheduled))

@@ -6,11 +6,10 @@ is, so its next use is never later: the order keeps a child before its parent by
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 from anaphora.core.eviction import PolicyFactory
-from anaphora.core.eviction.leaves import LeafPolicy
+from anaphora.core.eviction.leaf_heap import LeafHeap
 from anaphora.core.ids import BlockId, cdiv
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.sim.trace import Trace
@@ -19,39 +18,16 @@ OFFLINE_OPTIMUM = "offline"
 _NEVER = 1 << 60
 
 
-class _FarthestNextUse(LeafPolicy):
-    """O(log n) a block. next_uses: for each request in turn, its full blocks' next uses, head first."""
+class _FarthestNextUse(LeafHeap):
+    """next_uses: for each request in turn, its full blocks' next uses, head first."""
 
     def __init__(self, index: PrefixIndex, next_uses: list[list[int]]) -> None:
         super().__init__(index)
         self._next_uses = iter(next_uses)
-        self._next_use = [0] * len(index.hashes)
-        self._heap: list[tuple[int, BlockId]] = []
-        self._leaves: set[BlockId] = set()
 
     def _before_put(self, blocks: Sequence[BlockId], depth: int) -> None:
         for block, next_use in zip(blocks, reversed(next(self._next_uses)), strict=True):
-            self._next_use[block] = next_use
-
-    def _found(self, block: BlockId) -> None:
-        """Nothing to learn: the future is known."""
-
-    def _evicted(self, block: BlockId) -> None:
-        """Nothing to remember."""
-
-    def _add_leaf(self, block: BlockId) -> None:
-        self._leaves.add(block)
-        heapq.heappush(self._heap, (-self._next_use[block], block))
-
-    def _remove_leaf(self, block: BlockId) -> None:
-        self._leaves.discard(block)
-
-    def _pop_leaf(self) -> BlockId:
-        while True:
-            next_use, block = heapq.heappop(self._heap)
-            if block in self._leaves and -next_use == self._next_use[block]:
-                self._leaves.discard(block)
-                return block
+            self._keys[block] = -next_use
 
 
 def offline_optimum(trace: Trace, num_blocks: int, block_size: int, *, with_outputs: bool = False) -> PolicyFactory:

@@ -129,7 +129,7 @@ def _timed_row(result: TimedResult) -> dict[str, Any]:
         "duration_s": result.duration_s,
         "ttft_s": _summary([entry.ttft_s for entry in times]),
         "queue_s": _summary([entry.queue_s for entry in times]),
-        "wait_s": _summary([entry.wait_duration_s for entry in times]),
+        "wait_s": _summary([entry.wait_s for entry in times]),
         "compute_s": _summary([entry.compute_s for entry in times]),
     }
 

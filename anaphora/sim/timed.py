@@ -1,10 +1,10 @@
 """A trace played through the real scheduler at its own arrival times, on a virtual clock.
 
-    arrival ..... looked at ..... admitted ......... first token         time to first token =
-    [ queue and wait           )[ compute           ]                      queue + wait + compute
+    arrival ............ admitted ................ first token        time to first token = queue + wait + compute
+    [ queue            )[ wait and compute       ]
 
-queue: no room, or a step was running. wait: followed another request that computed the same beginning. compute: from
-the start of the first step that scheduled it to the end of the one that gave its first token, preemptions included.
+queue: no room, a step in flight, or another request computes the same beginning. compute: what the steps from admission
+to the first token would take with this request alone in them. wait: the rest of these steps, spent on others.
 
 Knows the scheduler, the executor's seam and the clock that it moves itself; must not read a real one.
 """
@@ -49,13 +49,13 @@ class TimedOptions:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Seconds on the virtual clock, from the beginning of the trace; durations where the name says so."""
+    """Seconds on the virtual clock, from the beginning of the trace; compute_s is a duration. See the module."""
 
     arrival_s: float
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     finished_s: float = 0.0
-    wait_duration_s: float = 0.0
+    compute_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -63,11 +63,11 @@ class RequestTimes:
 
     @property
     def queue_s(self) -> float:
-        return self.admitted_s - self.arrival_s - self.wait_duration_s
+        return self.admitted_s - self.arrival_s
 
     @property
-    def compute_s(self) -> float:
-        return self.first_token_s - self.admitted_s
+    def wait_s(self) -> float:
+        return self.first_token_s - self.admitted_s - self.compute_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,13 @@ class _Replay:
         self.scheduler = Scheduler(
             cache, max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs
         )
+        self.cost_model = options.cost_model
         self.executor = SimulatedExecutor(options.cost_model)
         self.arrival_scale = options.arrival_scale
         self.now_s = 0.0
         self.times: dict[str, RequestTimes] = {}
         self.waiting_for_admission: set[str] = set()
+        self.before_first_token: set[str] = set()
         self.num_arrived = 0
         self.num_refused = 0
         self.num_cut = 0
@@ -146,11 +148,12 @@ class _Replay:
         if plan is None:
             return False
         self._note_admissions(plan)
-        following = [self.times[request.request_id] for request in self.scheduler.following]
         result = self.executor.execute(plan)
         self.now_s += result.compute_s
-        for times in following:
-            times.wait_duration_s += result.compute_s
+        for scheduled in plan.scheduled:
+            if scheduled.request_id in self.before_first_token:
+                alone_s = self.cost_model.overhead_s + self.cost_model.request_s(scheduled)
+                self.times[scheduled.request_id].compute_s += alone_s
         for update in self.scheduler.update(plan, result):
             self._note(update)
         return True
@@ -159,12 +162,14 @@ class _Replay:
         for admission in plan.admitted:
             if admission.request_id in self.waiting_for_admission:  # the first time, not after a preemption
                 self.waiting_for_admission.discard(admission.request_id)
+                self.before_first_token.add(admission.request_id)
                 self.times[admission.request_id].admitted_s = self.now_s
 
     def _note(self, update: RequestUpdate) -> None:
         times = self.times[update.request.request_id]
         if update.token is not None and update.request.num_output_tokens == 1:
             times.first_token_s = self.now_s
+            self.before_first_token.discard(update.request.request_id)
         if update.finish_reason is not None:
             times.finished_s = self.now_s
             self.num_cut += update.request.num_output_tokens < update.request.sampling.max_tokens

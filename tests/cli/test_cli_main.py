@@ -162,8 +162,15 @@ def test_a_reader_that_leaves_is_no_traceback(arguments: list[str], code: int) -
     program = (
         f"import sys; from anaphora.cli.main import main; sys.stdout.write('waits'); sys.exit(main({arguments!r}))"
     )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=buffered,
+        timeout=60,
+        check=False,
     )
     os.close(writer)
     assert done.returncode == code

@@ -69,7 +69,7 @@ def run(llm: LLM, seed: int, abort: bool = False) -> list[RequestOutput]:
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=2)
             engine.add_request(request_id, prompt, params, cache_salt=salt)
             if abort and draw.random() < 0.2:
-                engine.add_request(f"x{request_id}", prompt + [8], params, cache_salt=salt)
+                engine.add_request(f"x{request_id}", [*prompt, 8], params, cache_salt=salt)
         outputs += [step.output for step in engine.step() if step.output is not None]
         check_scheduler(engine._scheduler)
         if abort and draw.random() < 0.3:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from anaphora.core.ids import BlockId, Lineage
-from anaphora.core.prefix_index import PrefixIndex
+from anaphora.core.prefix_index import NO_LINEAGE, PrefixIndex
 
 
 class LeafPolicy(ABC):
@@ -24,6 +24,7 @@ class LeafPolicy(ABC):
         self._index = index
         self._lineages, self._parents = index.lineages, index.parents
         self._block_of: dict[Lineage, BlockId] = {}  # at most one free block has a lineage: the pool sees to it
+        self._seen: list[Lineage] = [NO_LINEAGE] * len(index.hashes)
         self._num_children: dict[Lineage, int] = {}  # free children of a lineage, whether it is free itself or not
 
     def __len__(self) -> int:
@@ -81,18 +82,24 @@ class LeafPolicy(ABC):
     def pop_all(self) -> list[BlockId]:
         return self.take(len(self))
 
+    def _is_new(self, block: BlockId) -> bool:
+        """Whether a block that comes holds other content than when it came last. True once for each content."""
+        lineage = self._lineages[block]
+        if self._seen[block] == lineage:
+            return False
+        self._seen[block] = lineage
+        return True
+
     # -- what a subclass says ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _before_put(self, blocks: Sequence[BlockId], depth: int) -> None:
         """Blocks come, tail first; those that are leaves are added next."""
 
-    @abstractmethod
-    def _found(self, block: BlockId) -> None:
+    def _found(self, block: BlockId) -> None:  # noqa: B027  (nothing to do for most)
         """A block is about to leave because somebody found it."""
 
-    @abstractmethod
-    def _evicted(self, block: BlockId) -> None:
+    def _evicted(self, block: BlockId) -> None:  # noqa: B027
         """A block is about to lose its content; the index still knows it."""
 
     @abstractmethod

@@ -1,0 +1,180 @@
+"""`anaphora serve`: one model over HTTP, with OpenAI's endpoints.
+
+Every option can stand in a file (--config), under its long name; the command line overrules the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anaphora.cli import console
+from anaphora.cli.options import EngineOptions, flatten_options
+from anaphora.config import EngineConfig
+from anaphora.errors import ConfigError
+from anaphora.server.config import ServerConfig
+
+_SERVER: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
+
+
+def _option(*flags: str, help: str) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel="Server")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Every field of ServerConfig, and where to listen and who may call."""
+
+    host: Annotated[str, _option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
+    api_key_file: Annotated[
+        Path | None,
+        _option(help="Lines of KEY TENANT [admin], or JSON: only these keys may call. See docs/security.md."),
+    ] = None
+    secret_file: Annotated[
+        Path | None, _option(help="Secret of the tenants' salts; without it every start draws another one.")
+    ] = None
+    served_model_name: Annotated[str | None, _option(help="What requests call the model.")] = _SERVER[
+        "served_model_name"
+    ]
+    share_cache: Annotated[
+        list[str] | None, _option(help="TENANT,TENANT,...: these share cached beginnings. Repeatable.")
+    ] = None
+    open_metrics: Annotated[
+        bool, _option("--open-metrics", help="Let anybody read /metrics, in spite of a key file.")
+    ] = _SERVER["open_metrics"]
+    max_queue: Annotated[int, _option(help="Requests that may wait besides those that run.")] = _SERVER["max_queue"]
+    request_timeout_s: Annotated[float, _option("--request-timeout", help="Most seconds of one request.")] = _SERVER[
+        "request_timeout_s"
+    ]
+    heartbeat_s: Annotated[
+        float, _option("--heartbeat", help="Seconds of silence after which a stream sends a comment.")
+    ] = _SERVER["heartbeat_s"]
+    drain_timeout_s: Annotated[
+        float, _option("--drain-timeout", help="Seconds that running requests have after SIGTERM.")
+    ] = _SERVER["drain_timeout_s"]
+    max_body_bytes: Annotated[int, _option(help="Largest body.")] = _SERVER["max_body_bytes"]
+    max_prompts: Annotated[int, _option(help="Most prompts of one completion request.")] = _SERVER["max_prompts"]
+    max_n: Annotated[int, _option(help="Most choices of one prompt.")] = _SERVER["max_n"]
+    max_messages: Annotated[int, _option(help="Most messages of one conversation.")] = _SERVER["max_messages"]
+    max_tools: Annotated[int, _option(help="Most tools of one conversation.")] = _SERVER["max_tools"]
+    max_logit_bias: Annotated[int, _option(help="Most entries of logit_bias.")] = _SERVER["max_logit_bias"]
+    max_stop_chars: Annotated[int, _option(help="Longest stop string, in characters.")] = _SERVER["max_stop_chars"]
+    num_text_workers: Annotated[int, _option(help="Threads that tokenise and render.")] = _SERVER["num_text_workers"]
+
+    def config(self) -> ServerConfig:
+        """Raises ConfigError."""
+        values = {name: getattr(self, name) for name in _SERVER}
+        groups = tuple(frozenset(filter(None, group.split(","))) for group in self.share_cache or ())
+        return ServerConfig(**{**values, "share_cache": groups})
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make what the file says the defaults of this command. Raises ConfigError."""
+    if path is None:
+        return None
+    names = {}
+    for parameter in context.command.params:
+        for flag in (*parameter.opts, parameter.name or ""):
+            names[flag.lstrip("-").replace("-", "_")] = parameter.name
+    values = {name.replace("-", "_"): value for name, value in _load(path).items()}
+    unknown = sorted(values.keys() - (names.keys() - {"config", "help", "h"}))
+    if unknown:
+        raise ConfigError(f"{path} sets unknown options: {', '.join(unknown)}; see `anaphora serve --help`")
+    context.default_map = {names[name]: value for name, value in values.items()}
+    return path
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """TOML, or JSON by its suffix. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:  # both decoders' errors are ValueErrors
+        raise ConfigError(f"the configuration {path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"the configuration {path} must be a table of options")
+    return document
+
+
+@flatten_options
+def serve(
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model, and stronger.", show_default=False)
+    ] = None,
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            is_eager=True,
+            callback=_read_config,
+            exists=True,
+            dir_okay=False,
+            help="TOML or JSON with options of this command by their long names; the command line overrules it.",
+        ),
+    ] = None,
+    engine: EngineOptions,
+    server: ServerOptions,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's endpoints, until SIGTERM or Ctrl-C."""
+    try:
+        from anaphora.server.app import build_app
+        from anaphora.server.run import Server, bind
+        from anaphora.server.tenants import load_api_keys
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the server needs the package {error.name}: pip install 'anaphora[server]'") from error
+
+    server_config = server.config()
+    api_keys = None if server.api_key_file is None else load_api_keys(server.api_key_file)
+    secret = None if server.secret_file is None else _read_secret(server.secret_file)
+    options = dataclasses.asdict(engine) | ({} if model_name is None else {"model": model_name})
+    engine_config = EngineConfig(**options)
+    listener = bind(server.host, server.port)  # before the model is loaded: a taken port is told at once
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if api_keys is None and server.host not in _LOCAL:
+        logging.getLogger(__name__).warning("no key file: everybody who reaches %s may call, and reset", server.host)
+
+    from anaphora.api.build import build_engine  # brings torch: not before the options are right
+
+    running = build_engine(engine_config)
+    app = build_app(
+        running,
+        server_config,
+        model_name=str(options["model"]),
+        max_num_seqs=engine_config.max_num_seqs,
+        api_keys=api_keys,
+        secret=secret,
+    )
+
+    def on_ready() -> None:
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        num_tokens, num_bytes = running.num_blocks * running.block_size, running.kv_cache_bytes
+        size = f"{running.num_blocks:,} blocks of {running.block_size} = {num_tokens:,} tokens"
+        memory = "" if num_bytes is None else f", {num_bytes:,} bytes"
+        console.stdout().print(
+            f"ready: {server_config.served_model_name or options['model']} at {url}, pool {size}{memory}"
+        )
+        sys.stdout.flush()
+
+    Server(app, drain_timeout_s=server_config.drain_timeout_s, on_ready=on_ready).run([listener])
+
+
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def _read_secret(path: Path) -> bytes:
+    """Raises ConfigError."""
+    try:
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"the secret file {path} cannot be read: {error}") from error

@@ -1,0 +1,94 @@
+"""`POST /v1/chat/completions`: a conversation in, rendered by the model's chat template; messages out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anaphora.engine.outputs import Logprob, RequestOutput
+from anaphora.sampling_params import SamplingParams
+from anaphora.server.choices import ChoicesJob, check_choice_fields
+from anaphora.server.errors import ApiError, invalid, unsupported
+from anaphora.server.fields import ChatFields
+from anaphora.server.generation import Arrival
+from anaphora.server.sampling import sampling_params
+from anaphora.server.service import Service
+from anaphora.server.shapes import chat_logprobs
+
+_NAMES = {"logprobs": "top_logprobs"}
+
+
+class ChatJob(ChoicesJob):
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    top_prompt_ids = True
+    prompt_field = "messages"
+    names = _NAMES
+
+    def __init__(
+        self, service: Service, fields: ChatFields, arrival: Arrival, prompt: Sequence[int], params: SamplingParams
+    ) -> None:
+        super().__init__(service, fields, arrival, [prompt], params)
+        self._as_ids = bool(fields.return_tokens_as_token_ids)
+
+    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        completion = output.outputs[0]
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(completion.logprobs or ())}
+
+    def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": text} if is_first else {"content": text}
+        return {"delta": delta, "logprobs": self._logprobs(logprobs)}
+
+    def _logprobs(self, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Any] | None:
+        return None if self.num_logprobs is None else chat_logprobs(steps, self.num_logprobs, as_ids=self._as_ids)
+
+
+async def prepare_chat(service: Service, body: bytes, arrival: Arrival) -> ChatJob:
+    """Raises ApiError."""
+    fields = await service.parse(ChatFields, body)
+    check_choice_fields(fields)
+    service.check_conversation(fields)
+    _check_tools(fields)
+    wanted = _max_tokens(fields)
+    # The values are checked before anything is rendered; the default of max_tokens is known after.
+    params = sampling_params(
+        fields, service.config, max_tokens=wanted or 1, logprobs=_num_logprobs(fields), names=_NAMES
+    )
+    if wanted == 0:
+        raise invalid("max_tokens", "max_tokens must be an integer >= 1, got 0")
+
+    def work() -> list[int]:
+        return service.text.prompt_ids(service.render(fields), add_special_tokens=False)
+
+    prompt = await service.on_worker("messages", work)
+    if wanted is None:
+        params = service.with_room(params, len(prompt))
+    return ChatJob(service, fields, arrival, prompt, params)
+
+
+def _max_tokens(fields: ChatFields) -> int | None:
+    both = {value for value in (fields.max_tokens, fields.max_completion_tokens) if value is not None}
+    if len(both) > 1:
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+    return both.pop() if both else None
+
+
+def _num_logprobs(fields: ChatFields) -> int | None:
+    if not fields.logprobs:
+        if fields.top_logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
+        return None
+    return fields.top_logprobs or 0
+
+
+def _check_tools(fields: ChatFields) -> None:
+    if fields.tool_choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", "this server cannot force a tool call: use auto or none")
+    if fields.tool_choice is not None and not fields.tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+    if fields.parallel_tool_calls is False:
+        raise unsupported("parallel_tool_calls", "this server cannot limit how many tools a model calls")
+    if fields.reasoning_effort is not None:
+        raise unsupported("reasoning_effort", "set the template's own variable with chat_template_kwargs instead")

@@ -1,0 +1,125 @@
+"""What completions and chat completions share: n choices of each prompt, usage, chunks. Knows no text format."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from anaphora.engine.async_engine import NewRequest
+from anaphora.engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
+from anaphora.sampling_params import SamplingParams
+from anaphora.server.connection import event
+from anaphora.server.errors import invalid, unsupported
+from anaphora.server.fields import ChoiceFields
+from anaphora.server.generation import Arrival, Job
+from anaphora.server.sampling import check_n, check_salt, choices_of
+from anaphora.server.service import Service
+from anaphora.server.shapes import timing, usage_of
+
+
+class ChoicesJob(Job):
+    """Several prompts with n choices each; choice index = prompt index * n + i."""
+
+    id_prefix: str
+    kind: str  # `object` of the reply
+    chunk_kind: str  # `object` of a chunk
+    top_prompt_ids: bool  # where the prompt's ids go: into the reply, or into each choice
+
+    def __init__(
+        self,
+        service: Service,
+        fields: ChoiceFields,
+        arrival: Arrival,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+    ) -> None:
+        self.fields = fields
+        self.prompts = prompts
+        self.n = check_n(fields.n, service.config)
+        self.stream = bool(fields.stream)
+        self.num_logprobs = params.logprobs
+        salt = service.domains.salt(arrival.caller, fields.cache_salt)
+        self.requests = [
+            NewRequest(prompt, choice, cache_salt=salt, priority=fields.priority or 0)
+            for prompt in prompts
+            for choice in choices_of(params, self.n)
+        ]
+        self._arrival = arrival
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+        options = fields.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._chunk_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        self._begun: set[int] = set()
+
+    # -- the text format of the endpoint -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """What a choice of the reply says besides index and reasons."""
+
+    @abstractmethod
+    def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
+        """What a chunk's choice says besides index and reasons."""
+
+    # -- Job -----------------------------------------------------------------------------------------------------------
+
+    def reply(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for index, output in enumerate(outputs):
+            completion = output.outputs[0]
+            choice = {"index": index, **self.whole(index, output), **self._end(completion, output)}
+            if self.fields.return_token_ids:
+                choice["token_ids"] = list(completion.token_ids)
+                if not self.top_prompt_ids:
+                    choice["prompt_token_ids"] = list(output.prompt_token_ids)
+            choices.append(choice)
+        reply = {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(outputs, self.n)}
+        if self.fields.return_token_ids and self.top_prompt_ids:
+            reply["prompt_token_ids"] = list(self.prompts[0])
+        return reply
+
+    def step_events(self, index: int, step: StepOutput) -> Iterable[bytes]:
+        is_first = index not in self._begun
+        self._begun.add(index)
+        if not (is_first or step.text or step.finished or step.logprobs or self.fields.return_token_ids):
+            return  # the token's text is not certain yet
+        choice = {"index": index, **self.delta(index, step.text, step.logprobs or (), is_first)}
+        if step.output is None:
+            choice["finish_reason"] = None
+        else:
+            choice |= self._end(step.output.outputs[0], step.output)
+        head = {**self._head, "object": self.chunk_kind}
+        if self.fields.return_token_ids:
+            choice["token_ids"] = list(step.token_ids)
+            if is_first:
+                (head if self.top_prompt_ids else choice)["prompt_token_ids"] = list(self.prompts[index // self.n])
+        yield event({**head, "choices": [choice], **self._chunk_usage})
+
+    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterable[bytes]:
+        if self._include_usage:
+            head = {**self._head, "object": self.chunk_kind}
+            yield event({**head, "choices": [], "usage": usage_of(outputs, self.n)})
+
+    def _end(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        end: dict[str, Any] = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+        if self.fields.return_timing and self._arrival.tokenized_s is not None:
+            end["timing"] = timing(output.metrics, self._arrival.tokenized_s - self._arrival.arrival_s)
+        return end
+
+
+def check_choice_fields(fields: ChoiceFields) -> None:
+    """What both endpoints refuse. Raises ApiError."""
+    check_salt(fields.cache_salt)
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options", "stream_options needs stream: true")
+    if fields.stream_options is not None and fields.stream_options.continuous_usage_stats:
+        raise unsupported("stream_options.continuous_usage_stats", "usage comes in the last chunk only")
+    if fields.response_format not in (None, {"type": "text"}):
+        raise unsupported("response_format", "this server generates plain text only: {'type': 'text'}")

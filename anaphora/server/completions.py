@@ -1,0 +1,114 @@
+"""`POST /v1/completions`: text or token ids in, one or several of them; text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anaphora.engine.outputs import Logprob, RequestOutput
+from anaphora.sampling_params import SamplingParams
+from anaphora.server.choices import ChoicesJob, check_choice_fields
+from anaphora.server.config import ServerConfig
+from anaphora.server.errors import invalid, unsupported
+from anaphora.server.fields import CompletionFields
+from anaphora.server.generation import Arrival
+from anaphora.server.sampling import check_n, sampling_params
+from anaphora.server.service import Service
+from anaphora.server.shapes import completion_logprobs
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionJob(ChoicesJob):
+    """echoes: the text of each prompt, to stand before its outputs; empty strings if nothing is to."""
+
+    id_prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+    top_prompt_ids = False
+    prompt_field = "prompt"
+    names: dict[str, str]
+
+    def __init__(
+        self,
+        service: Service,
+        fields: CompletionFields,
+        arrival: Arrival,
+        prompts: Sequence[Sequence[int]],
+        echoes: Sequence[str],
+        params: SamplingParams,
+    ) -> None:
+        super().__init__(service, fields, arrival, prompts, params)
+        self.names = {}
+        self._echoes = echoes
+        self._as_ids = bool(fields.return_tokens_as_token_ids)
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        completion, echo = output.outputs[0], self._echoes[index // self.n]
+        return {
+            "text": echo + completion.text,
+            "logprobs": self._logprobs(completion.logprobs or (), offset=len(echo)),
+        }
+
+    def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
+        echo = self._echoes[index // self.n] if is_first else ""
+        offset = self._offsets.get(index, len(echo))
+        shown = self._logprobs(logprobs, offset=offset)
+        if shown is not None:
+            self._offsets[index] = offset + sum(map(len, shown["tokens"]))
+        return {"text": echo + text, "logprobs": shown}
+
+    def _logprobs(self, steps: Sequence[Mapping[int, Logprob]], *, offset: int) -> dict[str, Any] | None:
+        if self.num_logprobs is None:
+            return None
+        return completion_logprobs(steps, self.num_logprobs, as_ids=self._as_ids, offset=offset)
+
+
+async def prepare_completion(service: Service, body: bytes, arrival: Arrival) -> CompletionJob:
+    """Raises ApiError."""
+    fields = await service.parse(CompletionFields, body)
+    check_choice_fields(fields)
+    n = check_n(fields.n, service.config)
+    if fields.best_of not in (None, n):
+        raise unsupported("best_of", f"best_of must equal n ({n}): this server returns every choice that it samples")
+    if fields.suffix:
+        raise unsupported("suffix", "this server does not insert before a suffix: leave it out")
+    if fields.echo and fields.logprobs is not None:
+        raise unsupported("echo", "echo with logprobs needs the prompt's log-probabilities, which this server lacks")
+    given = prompt_list(fields.prompt, service.config)
+    params = sampling_params(
+        fields,
+        service.config,
+        max_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
+        logprobs=fields.logprobs,
+    )
+
+    def work() -> tuple[list[list[int]], list[str]]:
+        special = fields.add_special_tokens is not False
+        ids = [service.text.prompt_ids(prompt, add_special_tokens=special) for prompt in given]
+        if not fields.echo:
+            return ids, [""] * len(ids)
+        hide = fields.skip_special_tokens is not False
+        return ids, [
+            prompt if isinstance(prompt, str) else service.text.decode(prompt, skip_special_tokens=hide)
+            for prompt in given
+        ]
+
+    prompts, echoes = await service.on_worker("prompt", work)
+    return CompletionJob(service, fields, arrival, prompts, echoes, params)
+
+
+def prompt_list(prompt: Any, config: ServerConfig) -> list[str | list[int]]:
+    """Text, token ids, or a list of those, as a list. Whether ids are integers is checked later. Raises ApiError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt", "prompt must be a string, a list of token ids, or a non-empty list of those")
+    if not isinstance(prompt[0], str | list):
+        return [prompt]
+    if len(prompt) > config.max_prompts:
+        raise invalid("prompt", f"prompt holds {len(prompt)} prompts, at most {config.max_prompts} are allowed")
+    for index, one in enumerate(prompt):
+        if not isinstance(one, str | list):
+            raise invalid("prompt", f"prompt {index} of the list must be a string or a list of token ids")
+    return prompt

@@ -1,0 +1,73 @@
+"""Serve an application until SIGTERM or SIGINT: then no new connections, running requests finish or time out, exit.
+
+Knows uvicorn and signals; must not know the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from anaphora.errors import ConfigError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """Serves one application; `run([socket])` blocks until it is told to stop and the drain is over.
+
+    on_ready: called once connections are accepted. drain_timeout_s: for running requests, after the word to stop.
+    uvicorn raises a signal anew when it has drained, which would be no exit 0; this server just returns.
+    """
+
+    def __init__(self, app: ASGIApp, *, drain_timeout_s: float, on_ready: Callable[[], None] = lambda: None) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        )
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # it alone gets signals
+            yield
+            return
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._end) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True  # told twice
+        self.should_exit = True
