@@ -34,6 +34,8 @@ class EngineConfig:
     kv_cache_bytes: memory for K/V when num_blocks is None; None takes a quarter of what is available now.
     max_num_batched_tokens: most tokens scheduled in one step (the budget).
     max_num_seqs: most requests running at once.
+    long_prefill_token_threshold: most tokens of one request in a step, so that short prompts need not wait for a long
+        one; None is the whole budget.
     max_model_len: most tokens of one request, prompt and output; None takes the model's own limit.
     enable_prefix_caching: off computes every prompt in full.
     hash_algorithm: names blocks; `sha256`, or `xxh3_128` (faster, not collision resistant: safe, as tokens
@@ -54,6 +56,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    long_prefill_token_threshold: int | None = None
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     hash_algorithm: str = "sha256"
@@ -67,7 +70,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             _positive(name, getattr(self, name))
-        for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads"):
+        for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads", "long_prefill_token_threshold"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.num_blocks is not None and self.kv_cache_bytes is not None:

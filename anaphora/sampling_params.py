@@ -39,7 +39,9 @@ def _integers(name: str, values: object) -> tuple[int, ...]:
 class SamplingParams:
     """How tokens are chosen and when a request ends. Validated when made.
 
-    max_tokens: most tokens to generate, at least 1.
+    max_tokens: most tokens to generate, at least 1; 0 is allowed with prompt_logprobs, and only scores the prompt.
+    min_tokens: tokens that come whatever happens: none of them is an end token or a stop token, and no stop string
+        ends in their text. A limit of length still ends the request.
     temperature: 0 is greedy; else logits are divided by it.
     top_k: keep the k likeliest tokens; 0 or -1 keeps all.
     top_p: keep the likeliest tokens whose probabilities add up to p, in (0, 1].
@@ -53,11 +55,14 @@ class SamplingParams:
     ignore_eos: go on past the model's own end tokens.
     logprobs: report the chosen token's log-probability and the k likeliest ones' (raw, before
         temperature, penalties and bias), 0 to 20; None reports none, 0 the chosen token's alone.
+    prompt_logprobs: the same for every prompt token but the first, which nothing precedes. Such a request computes its
+        whole prompt itself, whatever is cached; what it computes can be found by others.
 
     Raises InvalidParameterError.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -71,12 +76,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the class is frozen: normalised values go in here, once
-        _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
+        hint = "an integer >= 1 (or 0 with prompt_logprobs, which scores the prompt and generates nothing)"
+        _integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, hint)
+        _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(
+                f"min_tokens must be at most max_tokens, got {self.min_tokens} with max_tokens {self.max_tokens}"
+            )
         put(self, "temperature", _number("temperature", self.temperature, 0.0, 100.0, "in [0, 100]; 0 is greedy"))
         top_k = 0 if self.top_k == -1 else self.top_k
         put(self, "top_k", _integer("top_k", top_k, 0, "an integer >= 0 (0 or -1: all)"))
@@ -113,10 +125,10 @@ class SamplingParams:
             raise InvalidParameterError(f"stop holds {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
         put(self, "stop", stop)
         put(self, "stop_token_ids", _integers("stop_token_ids", self.stop_token_ids or ()))
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, "an integer >= 0 or None")
-            if self.logprobs > MAX_LOGPROBS:
-                raise InvalidParameterError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and _integer(name, value, 0, "an integer >= 0 or None") > MAX_LOGPROBS:
+                raise InvalidParameterError(f"{name} must be at most {MAX_LOGPROBS}, got {value}")
 
     @property
     def needs_history(self) -> bool:

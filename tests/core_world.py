@@ -120,6 +120,7 @@ class World:
         caching: bool = True,
         hash_function: HashFunction = sha256,
         eviction_policy: str = "lru",
+        threshold: int | None = None,
         choose: Choose = count_up,
     ) -> None:
         self.cache = CacheManager(
@@ -136,6 +137,7 @@ class World:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             policy=policy,
+            long_prefill_token_threshold=threshold,
         )
         self.salts: dict[str, Salt] = {}
         self.executor = FakeExecutor(num_blocks, block_size, choose, self.salts)

@@ -71,6 +71,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, hash_function: HashFuncti
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         policy=config.scheduling_policy,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
     )
     return Engine(
         scheduler,

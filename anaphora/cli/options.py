@@ -57,6 +57,9 @@ class EngineOptions:
         "max_num_batched_tokens"
     ]
     max_num_seqs: Annotated[int, _engine(help="Most requests running at once.")] = _ENGINE["max_num_seqs"]
+    long_prefill_token_threshold: Annotated[
+        int | None, _engine(help="Most tokens of one request in a step; without it the whole step.")
+    ] = _ENGINE["long_prefill_token_threshold"]
     max_model_len: Annotated[
         int | None, _engine(help="Most tokens of one request, prompt and output; without it the model's own limit.")
     ] = _ENGINE["max_model_len"]

@@ -33,7 +33,7 @@ class ServerOptions:
     """Every field of ServerConfig, and where to listen and who may call."""
 
     host: Annotated[str, _option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
+    port: Annotated[int, _option(help="Port to listen on; 0 takes a free one.")] = 8000
     api_key_file: Annotated[
         Path | None,
         _option(help="Lines of KEY TENANT [admin], or JSON: only these keys may call. See docs/security.md."),

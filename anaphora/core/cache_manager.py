@@ -85,8 +85,12 @@ class CacheManager:
             self._memo.fill(request.chain, request.tokens)
 
     def max_hit_tokens(self, request: Request) -> int:
-        """The last known token is always computed, as its logits choose the next one."""
-        return request.num_tokens - 1
+        """The last known token is always computed, as its logits choose the next one.
+
+        A request that scores its prompt needs the logits of every position: it may only find again what it computed
+        before a preemption.
+        """
+        return request.furthest_computed if request.is_scoring else request.num_tokens - 1
 
     def look_up(self, request: Request) -> Hit:
         """The longest reusable prefix, in whole blocks. Changes nothing."""

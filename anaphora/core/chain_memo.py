@@ -64,7 +64,7 @@ class ChainMemo:
         """Take the blocks from `first` on over from a chain that has the same beginning, if it has."""
         if known.root != chain.root or known.extra_keys != chain.extra_keys:
             return False
-        if first and known.hashes[first - 1] is not chain.hashes[first - 1]:
+        if first and (first > len(known.hashes) or known.hashes[first - 1] is not chain.hashes[first - 1]):
             return False
         block_size = chain.block_size
         shared = common_tokens(token_ids, known.token_ids, first * block_size) // block_size

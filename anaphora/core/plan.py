@@ -22,6 +22,7 @@ class Admission:
 
     token_ids: every token known now (prompt, then outputs made before a preemption).
     seed: resolved per request; the choice at a position depends on it and on the position only.
+    end_token_ids: end the request; not to be chosen as one of the first `sampling.min_tokens` outputs.
     """
 
     request_id: RequestId
@@ -29,6 +30,7 @@ class Admission:
     num_prompt_tokens: int
     sampling: SamplingParams
     seed: int
+    end_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token chosen at one position.
+    """The token chosen at one position, or given there (in a prompt).
 
     logprob: raw log-probability of the chosen token (natural log), None unless asked for.
     rank: 1 for the likeliest token; None unless asked for.
@@ -90,10 +92,13 @@ class StepResult:
     sampled: one entry for each scheduled request with `sample`, unless it failed.
     failed: request id -> what went wrong (non-finite output). K/V that these requests wrote in this
         step are worthless; the executor has wiped them.
+    prompt_logprobs: for scheduled requests that want them, the prompt tokens at positions start + 1 and on that this
+        step's positions precede: up to and including start + len(token_ids), as far as the prompt goes.
     compute_s, sample_s: seconds in the forward pass and in choosing tokens.
     """
 
     sampled: Mapping[RequestId, SampledToken]
     failed: Mapping[RequestId, str] = field(default_factory=dict)
+    prompt_logprobs: Mapping[RequestId, tuple[SampledToken, ...]] = field(default_factory=dict)
     compute_s: float = 0.0
     sample_s: float = 0.0

@@ -136,6 +136,7 @@ class PrefixIndex:
                 last = lineage = Lineage(last + 1)
             elif parents[twin] == parent and all_contents[twin] == content:
                 lineage = lineages[twin]
+                pending.setdefault(block_hash, block)  # a committed twin may be evicted for this very step
             else:
                 self.num_collisions += 1
                 count = done

@@ -71,6 +71,8 @@ class Request:
     ) -> None:
         if not len(prompt_token_ids):
             raise EmptyPromptError("the prompt has no tokens; give at least one")
+        if isinstance(prompt_token_ids, str | bytes | bytearray):
+            raise InvalidTokenError(f"token ids must be a sequence of integers, got {type(prompt_token_ids).__name__}")
         try:
             self.tokens: array[int] = pack_tokens(prompt_token_ids)
         except (TypeError, OverflowError) as error:
@@ -103,6 +105,16 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The model's end tokens, unless ignored, and the request's own stop tokens."""
+        return self.eos_token_ids.union(self.sampling.stop_token_ids)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted and not all of the prompt was computed yet."""
+        return self.sampling.prompt_logprobs is not None and self.furthest_computed < self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:

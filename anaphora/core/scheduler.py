@@ -7,6 +7,10 @@ same plans.
 Order. Rank is (priority, arrival); `fcfs` ignores the priority. Running requests come first, in rank order, and each is
 owed at least one token, so that a long prompt never stalls those who decode. Then waiting requests in rank order, until
 one does not fit: nobody overtakes it. When the pool runs dry, the running request of the worst rank is preempted.
+
+Followers. A request behind its tokens takes what is left of the budget, so nobody is admitted beside it, and those who
+share its beginning find it later. With a `long_prefill_token_threshold` (the most tokens of one request in a step)
+there is room beside it: whoever shares more with it than it has planned follows it instead of computing that again.
 """
 
 from __future__ import annotations
@@ -48,9 +52,12 @@ class Scheduler:
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         policy: str = "fcfs",
+        long_prefill_token_threshold: int | None = None,
     ) -> None:
         if max_num_batched_tokens < 1 or max_num_seqs < 1:
             raise ConfigError("max_num_batched_tokens and max_num_seqs must be at least 1")
+        if long_prefill_token_threshold is not None and long_prefill_token_threshold < 1:
+            raise ConfigError("long_prefill_token_threshold must be at least 1, or None for no limit of its own")
         if policy not in ("fcfs", "priority"):
             raise ConfigError(f"scheduling policy must be fcfs or priority, got {policy!r}")
         self.cache = cache
@@ -58,6 +65,7 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running request is owed a token a step
         self.max_model_len = max_model_len
         self._by_priority = policy == "priority"
+        self._max_chunk = long_prefill_token_threshold or max_num_batched_tokens
         self._requests: dict[RequestId, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in rank order
@@ -171,7 +179,7 @@ class Scheduler:
         while index < len(self._running):
             request = self._running[index]
             owed = len(self._running) - index - 1
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget - owed)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, self._max_chunk, step.budget - owed)
             while not self.cache.grow(request, request.num_computed_tokens + num_tokens):
                 step.preempted = True
                 victim = self._running[-1]  # the worst rank: not scheduled yet
@@ -186,8 +194,8 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 return
-            if request.min_free_blocks > self.cache.pool.num_free:
-                return
+            if not step.admitted and request.min_free_blocks > self.cache.pool.num_free:
+                return  # whoever was admitted may have made blocks live that this one shares
             hit = self.cache.look_up(request)
             if leader := self._leader_of(step, request, hit):
                 self._waiting.pop()
@@ -207,10 +215,11 @@ class Scheduler:
                     request.num_prompt_tokens,
                     request.sampling,
                     request.seed,
+                    request.end_token_ids,
                 )
             )
             writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}
-            self._put(step, request, min(request.num_tokens - hit.num_tokens, step.budget), writers)
+            self._put(step, request, min(request.num_tokens - hit.num_tokens, self._max_chunk, step.budget), writers)
 
     def _put(self, step: Step, request: Request, num_tokens: int, shares_with: set[RequestId]) -> None:
         """Schedule num_tokens of a request that has the blocks for them."""
@@ -220,13 +229,13 @@ class Scheduler:
         new_blocks = tuple(table[request.num_planned_blocks :])
         request.num_planned_blocks = len(table)
         token_ids = tuple(request.tokens[start:stop])
-        sample = stop == request.num_tokens
+        sample = stop == request.num_tokens and request.sampling.max_tokens > 0
         step.scheduled.append(ScheduledRequest(request.request_id, start, token_ids, new_blocks, sample))  # type: ignore[arg-type]
         step.budget -= num_tokens
         staged = self.cache.stage(request, stop)
         for block in staged:
             step.pending_writer[block] = request.request_id
-        step.in_flight[request.request_id] = InFlight(request, num_tokens, staged, shares_with)
+        step.in_flight[request.request_id] = InFlight(request, num_tokens, sample, staged, shares_with)
         if request.chain is not None:
             num_blocks = stop // self.cache.block_size
             if num_blocks < len(request.chain.hashes):
@@ -256,8 +265,11 @@ class Scheduler:
         else:
             request.was_admitted = True
             request.num_cached_tokens = hit.num_tokens
-            self.counters.num_queried_tokens += request.num_tokens
-            self.counters.num_hit_tokens += hit.num_tokens
+            if request.is_scoring:
+                self.counters.num_bypassed_tokens += request.num_tokens
+            else:
+                self.counters.num_queried_tokens += request.num_tokens
+                self.counters.num_hit_tokens += hit.num_tokens
         request.furthest_computed = max(request.furthest_computed, hit.num_tokens)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
@@ -265,9 +277,11 @@ class Scheduler:
 
         A request that failed takes those with it that read blocks it was to write in this step.
         """
-        in_flight = self._take_in_flight()
+        in_flight = self._take_in_flight(plan)
         failed = dict(result.failed)
         for request_id, entry in in_flight.items():  # a writer comes before its readers
+            if entry.sample and request_id not in result.sampled and request_id not in failed:
+                failed[request_id] = "the executor gave neither a token nor an error"
             if request_id not in failed and (culprits := entry.shares_with & failed.keys()):
                 failed[request_id] = f"it shares blocks of this step with {min(culprits)}: {failed[min(culprits)]}"
         self._withdraw(entry for request_id, entry in in_flight.items() if request_id in failed)
@@ -278,18 +292,19 @@ class Scheduler:
                 continue
             self._count_computed(entry.request, entry.num_tokens)
             self.cache.commit(entry.staged)
-            updates.append(self._advance(entry.request, result.sampled.get(request_id)))
+            updates.append(self._advance(entry.request, result.sampled[request_id] if entry.sample else None))
         return updates
 
     def fail(self, plan: StepPlan, reason: str) -> list[RequestUpdate]:
         """The plan in flight did not run to its end: nothing it wrote counts, and its requests end with an error."""
-        in_flight = self._take_in_flight()
+        in_flight = self._take_in_flight(plan)
         self.counters.num_failed_steps += 1
         self._withdraw(in_flight.values())
         return [self._fail_request(entry.request, reason) for entry in in_flight.values()]
 
-    def _take_in_flight(self) -> dict[RequestId, InFlight]:
+    def _take_in_flight(self, plan: StepPlan) -> dict[RequestId, InFlight]:
         assert self._in_flight is not None, "there is no plan in flight"
+        assert plan.step == self.counters.num_steps, "this is not the plan in flight"
         in_flight, self._in_flight = self._in_flight, None
         return in_flight
 
@@ -320,16 +335,19 @@ class Scheduler:
             request.append(token.token_id)
             self.counters.num_generated_tokens += 1
             reason = self._finish_reason(request, token.token_id)
+        elif request.sampling.max_tokens == 0 and request.num_computed_tokens == request.num_tokens:
+            reason = "length"  # the prompt is scored
         if reason is not None:
             self._end(request, reason)
         return RequestUpdate(request, token, reason)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
-        if token_id in request.eos_token_ids:
-            return "stop"
-        if token_id in request.sampling.stop_token_ids:
-            request.stop_reason = token_id
-            return "stop"
+        if request.num_output_tokens > request.sampling.min_tokens:
+            if token_id in request.eos_token_ids:
+                return "stop"
+            if token_id in request.sampling.stop_token_ids:
+                request.stop_reason = token_id
+                return "stop"
         if request.num_output_tokens >= request.sampling.max_tokens:
             return "length"
         if self.max_model_len is not None and request.num_tokens >= self.max_model_len:

@@ -14,8 +14,11 @@ class Counters:
     """Tokens unless the name says otherwise, cumulative since the engine began. `stats()` gives copies.
 
     queried, hit: prompt tokens of first admissions, and how many of them were found.
-    computed: tokens whose K/V were computed; prompt ones among them (each position once: queried - hit, when all is
-        computed); recomputed ones among them (computed before, lost by a preemption).
+    bypassed: prompt tokens of first admissions that look nothing up, as they want the logits of every position
+        (prompt_logprobs): not among the queried ones, and all of them computed.
+    computed: tokens whose K/V were computed; prompt ones among them (each position once: queried - hit + bypassed when
+        all have ended, or less where a preempted request finds prompt tokens that it never computed); recomputed ones
+        among them (computed before, lost by a preemption).
     requeried, rehit: as queried and hit, of admissions after a preemption.
     evicted_blocks: lost their content to an allocation. committed_blocks: became findable. duplicate_blocks: of these,
         beside a block of the same content. collisions: blocks kept out of the index as their hash names other content.
@@ -23,6 +26,7 @@ class Counters:
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    num_bypassed_tokens: int = 0
     num_computed_tokens: int = 0
     num_computed_prompt_tokens: int = 0
     num_recomputed_tokens: int = 0

@@ -11,10 +11,11 @@ from anaphora.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """One scheduled request: what it computes, what that makes findable, and whose pending blocks it reads."""
+    """One scheduled request: what it computes and samples, what becomes findable, whose pending blocks it reads."""
 
     request: Request
     num_tokens: int
+    sample: bool
     staged: list[BlockId]
     shares_with: set[RequestId]
 

@@ -10,18 +10,19 @@ simulator and a test are executors of this same engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from anaphora.core.hashing import salt_key
-from anaphora.core.plan import StepPlan, StepResult
+from anaphora.core.ids import RequestId
+from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
 from anaphora.engine.prompt_check import check_priority, check_sampling, check_text, check_token_ids
 from anaphora.engine.protocols import Clock, Executor, Tokenizer
-from anaphora.errors import DuplicateRequestError, InvalidParameterError, StepFailedError, UnknownRequestError
+from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError
 from anaphora.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
@@ -182,10 +183,10 @@ class Engine:
             if live.admitted_s is None:
                 live.admitted_s = planned_s
         try:
-            result = self._execute(plan)
+            result = self._executor.execute(plan)
         except BaseException as error:
             failed = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
-            outputs = self._outputs(plan, failed, self.clock())
+            outputs = self._outputs(plan, failed, {}, self.clock())
             if not isinstance(error, Exception):
                 self._undelivered = {output.request_id: output for output in outputs}
                 raise
@@ -196,43 +197,51 @@ class Engine:
         self._times["sample_s"] += result.sample_s
         updates = self._scheduler.update(plan, result)
         updated_s = self._spent("update_s", executed_s)
-        outputs = self._outputs(plan, updates, updated_s)
+        outputs = self._outputs(plan, updates, result.prompt_logprobs, updated_s)
         self._spent("output_s", updated_s)
         return outputs
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        result = self._executor.execute(plan)
-        for request in plan.scheduled:  # a request without its token would never end
-            if request.sample and request.request_id not in result.sampled and request.request_id not in result.failed:
-                raise StepFailedError(f"the executor gave neither a token nor an error for {request.request_id!r}")
-        return result
-
-    def _outputs(self, plan: StepPlan, updates: list[RequestUpdate], now_s: float) -> list[StepOutput]:
-        num_scheduled = {request.request_id: len(request.token_ids) for request in plan.scheduled}
+    def _outputs(
+        self,
+        plan: StepPlan,
+        updates: list[RequestUpdate],
+        prompt_logprobs: Mapping[RequestId, Sequence[SampledToken]],
+        now_s: float,
+    ) -> list[StepOutput]:
+        scheduled = {request.request_id: request for request in plan.scheduled}
         outputs = []
         for update in updates:
-            live = self._live.get(update.request.request_id)
+            request_id = update.request.request_id
+            live = self._live.get(request_id)
             if live is None:  # aborted while the step ran
                 continue
             if live.first_token_s is None and update.error is None:
-                live.num_computed_prompt_tokens += num_scheduled[update.request.request_id]
-            output = self._advance(live, update, now_s)
+                live.num_computed_prompt_tokens += len(scheduled[request_id].token_ids)
+            scores = scheduled[request_id].start + 1, prompt_logprobs.get(request_id, ())
+            output = self._advance(live, update, scores, now_s)
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _advance(self, live: LiveRequest, update: RequestUpdate, now_s: float) -> StepOutput | None:
-        """Take one request's update: its token becomes text, and a stop string may end it."""
+    def _advance(
+        self, live: LiveRequest, update: RequestUpdate, scores: tuple[int, Sequence[SampledToken]], now_s: float
+    ) -> StepOutput | None:
+        """Take one request's update: its token becomes text, and a stop string may end it.
+
+        scores: what the step says of its prompt, from which position on.
+        """
         request, reason, error = update.request, update.finish_reason, update.error
         output = None
-        if update.token is not None:
-            if live.first_token_s is None:
-                live.first_token_s = now_s
-            try:
+        try:
+            if error is None:
+                live.add_prompt_logprobs(*scores)
+            if update.token is not None:
+                if live.first_token_s is None:
+                    live.first_token_s = now_s
                 output = live.add_token(update.token, ends_output=reason == "stop")
-            except Exception as failure:  # the tokenizer is foreign code: it may cost one request, never the engine
-                _logger.error("the tokenizer failed on request %s", request.request_id, exc_info=failure)
-                error = f"the tokenizer failed: {type(failure).__name__}: {failure}"
+        except Exception as failure:  # the tokenizer is foreign code: it may cost one request, never the engine
+            _logger.error("the tokenizer failed on request %s", request.request_id, exc_info=failure)
+            error = f"the tokenizer failed: {type(failure).__name__}: {failure}"
         ending = "error" if error is not None else "stop" if live.matched_stop is not None else None
         if ending is not None and reason is None:
             self._scheduler.finish(request.request_id, ending)

@@ -5,10 +5,19 @@ Turns tokens into outputs. It must not decide when a request runs; it only says 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from anaphora.core.plan import SampledToken
 from anaphora.core.request import Request
 from anaphora.engine.detokenizer import Detokenizer
-from anaphora.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StepOutput
+from anaphora.engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    StepOutput,
+)
 from anaphora.engine.protocols import Tokenizer
 from anaphora.engine.stop_strings import StopStrings
 
@@ -33,6 +42,9 @@ class LiveRequest:
         self._stops = StopStrings(sampling.stop, include_in_output=sampling.include_stop_str_in_output)
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if sampling.logprobs is None else []
+        self._prompt_logprobs: PromptLogprobs | None = None if sampling.prompt_logprobs is None else [None]
+        self._gave_prompt_logprobs = False
+        self._decoded_prompt_tokens: dict[int, str] = {}  # a prompt is long, and its likeliest tokens are often the same
 
     @property
     def matched_stop(self) -> str | None:
@@ -41,25 +53,45 @@ class LiveRequest:
 
     def add_token(self, token: SampledToken, *, ends_output: bool) -> StepOutput:
         """Take a new token. ends_output: it is an end token, which has no part in the text unless asked for."""
-        entry = self._logprobs_of(token)
+        entry = {} if self._logprobs is None else self._entry(token)
         if self._logprobs is not None:
             self._logprobs.append(entry)
         text = ""
         if self._detokenizer is not None and (not ends_output or self.request.sampling.include_stop_str_in_output):
-            text = self._stops.add(self._detokenizer.add(token.token_id))
+            text = self._stops.add(self._detokenizer.add(token.token_id), may_end=self._may_stop)
         self._texts.append(text)
         return StepOutput(
             request_id=self.request.request_id,
             text=text,
             token_ids=(token.token_id,),
             logprobs=None if self._logprobs is None else (entry,),
+            prompt_logprobs=self._new_prompt_logprobs(),
         )
+
+    def add_prompt_logprobs(self, first: int, tokens: Sequence[SampledToken]) -> None:
+        """Take what is known of the prompt tokens at positions `first` and on.
+
+        What is known already comes again after a preemption, and is passed over.
+        """
+        if self._prompt_logprobs is not None:
+            for token in tokens[len(self._prompt_logprobs) - first :]:
+                self._prompt_logprobs.append(self._entry(token, self._decoded_prompt_tokens))
+
+    def _new_prompt_logprobs(self) -> PromptLogprobs | None:
+        """For the first StepOutput only."""
+        given, self._gave_prompt_logprobs = self._gave_prompt_logprobs, True
+        return None if given else self._prompt_logprobs
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether a stop string may end in the text of the latest token."""
+        return self.request.num_output_tokens > self.request.sampling.min_tokens
 
     def finish(self, step: StepOutput | None, reason: str, error: str | None, now_s: float) -> StepOutput:
         """The last output: what was held back is given out, and the whole is put together, once."""
         rest = ""
         if self._detokenizer is not None and self.matched_stop is None:
-            rest = self._stops.add(self._detokenizer.flush())
+            rest = self._stops.add(self._detokenizer.flush(), may_end=self._may_stop)
             rest += "" if self.matched_stop is not None else self._stops.flush()
             self._texts.append(rest)
         return StepOutput(
@@ -68,6 +100,7 @@ class LiveRequest:
             token_ids=step.token_ids if step else (),
             logprobs=step.logprobs if step else None if self._logprobs is None else (),
             output=self._output(reason, error, now_s),
+            prompt_logprobs=step.prompt_logprobs if step else self._new_prompt_logprobs(),
         )
 
     def _output(self, reason: str, error: str | None, now_s: float) -> RequestOutput:
@@ -97,17 +130,25 @@ class LiveRequest:
             finished=True,
             metrics=metrics,
             error=error,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
-    def _logprobs_of(self, token: SampledToken) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest ones; empty unless asked for."""
-        if self._logprobs is None or token.logprob is None:
+    def _entry(self, token: SampledToken, decoded: dict[int, str] | None = None) -> dict[int, Logprob]:
+        """The token itself first, then the likeliest ones. decoded: texts known, added to."""
+        if token.logprob is None:
             return {}
-        entry = {int(token.token_id): Logprob(token.logprob, token.rank, self._decoded(token.token_id))}
+        entry = {int(token.token_id): Logprob(token.logprob, token.rank, self._decoded(token.token_id, decoded))}
         for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1):
             if token_id not in entry:
-                entry[int(token_id)] = Logprob(logprob, rank, self._decoded(token_id))
+                entry[int(token_id)] = Logprob(logprob, rank, self._decoded(token_id, decoded))
         return entry
 
-    def _decoded(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id])
+    def _decoded(self, token_id: int, decoded: dict[int, str] | None) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text = None if decoded is None else decoded.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id])
+            if decoded is not None:
+                decoded[token_id] = text
+        return text

@@ -20,6 +20,10 @@ class Logprob:
     decoded_token: str | None = None
 
 
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""One entry for each prompt token, as in RequestOutput."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Where the time of one request went, in seconds by the engine's clock.
@@ -57,7 +61,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One request after a step. `num_cached_tokens` is the hit at first admission and never changes after."""
+    """One request after a step. `num_cached_tokens` is the hit at first admission and never changes after.
+
+    prompt_logprobs: as CompletionOutput.logprobs, one entry for each prompt token; the first is None, as nothing
+        precedes it. Shorter than the prompt if the request ended (abort, error) before all was computed.
+    """
 
     request_id: str
     prompt: str | None
@@ -67,6 +75,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,7 @@ class StepOutput:
     text: new text, to be appended; may be empty while a character or a possible stop string is unfinished, and may
         run behind token_ids for that reason. token_ids: the new token, or none if the request ended without one.
     logprobs: one dict a new token, as in CompletionOutput; None unless asked for.
+    prompt_logprobs: as in RequestOutput, in the first StepOutput only.
     output: the whole request, in its last StepOutput only; None before.
     """
 
@@ -84,6 +94,7 @@ class StepOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     output: RequestOutput | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def finished(self) -> bool:

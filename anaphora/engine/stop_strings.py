@@ -24,13 +24,21 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def add(self, text: str) -> str:
-        """The text that can be given out now. Call no more once `matched` is set."""
+    def add(self, text: str, *, may_end: bool = True) -> str:
+        """The text that can be given out now. Call no more once `matched` is set.
+
+        may_end: whether a stop string that ends in this text counts.
+        """
         if not text:
             return ""
+        known = len(self._held)
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, known - len(stop) + 1))) >= 0
+        ]
+        if found and may_end:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._include else start]

@@ -12,25 +12,40 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from anaphora.core.ids import RequestId
+from anaphora.core.ids import RequestId, TokenId
 from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.runtime.architecture import check_agreement, check_context, inspect_model
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
-from anaphora.runtime.sampler import SamplingRow, TokenCounts, sample
+from anaphora.runtime.sampler import SamplingRow, TokenCounts, report, sample
 from anaphora.sampling_params import SamplingParams
+
+# Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.
+SCORED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One admitted request. counts: None unless its sampling looks at earlier tokens."""
+    """One admitted request.
+
+    counts: None unless its sampling looks at earlier tokens. prompt: its tokens, unless nobody wants their logprobs.
+    end_token_ids: not to be chosen before position may_end_at.
+    """
 
     row: int
     sampling: SamplingParams
     seed: int
     counts: TokenCounts | None
+    prompt: tuple[TokenId, ...] | None
+    end_token_ids: frozenset[int]
+    may_end_at: int
+
+    def row_at(self, position: int) -> SamplingRow:
+        """How its token at this position is chosen."""
+        banned = self.end_token_ids if position < self.may_end_at else ()
+        return SamplingRow(self.sampling, self.seed, position, self.counts, banned)
 
 
 class TorchExecutor:
@@ -93,6 +108,10 @@ class TorchExecutor:
             logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context)
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
             failed = self._find_failed(plan.scheduled, rows, inputs, logits, hidden)
+            num_failed = len(failed)
+            scores = self._score(plan.scheduled, states, inputs, hidden, failed)
+            if len(failed) > num_failed:
+                self._add_readers(failed, rows, inputs)
             computed = time.perf_counter()
             sampled = self._sample(plan.scheduled, states, inputs, logits, failed)
             done = time.perf_counter()
@@ -107,6 +126,7 @@ class TorchExecutor:
             failed={plan.scheduled[i].request_id: reason for i, reason in failed.items()},
             compute_s=computed - begin,
             sample_s=done - computed,
+            prompt_logprobs={plan.scheduled[i].request_id: tuple(tokens) for i, tokens in scores.items()},
         )
 
     def _admit(self, admission: Admission) -> None:
@@ -114,8 +134,16 @@ class TorchExecutor:
         if admission.sampling.needs_history:
             counts = TokenCounts(self.vocab_size, admission.num_prompt_tokens, self._tables.ids.device)
             counts.extend(0, admission.token_ids)
-        row = self._tables.take_row()
-        self._requests[admission.request_id] = _Request(row, admission.sampling, admission.seed, counts)
+        sampling, num_prompt_tokens = admission.sampling, admission.num_prompt_tokens
+        self._requests[admission.request_id] = _Request(
+            row=self._tables.take_row(),
+            sampling=sampling,
+            seed=admission.seed,
+            counts=counts,
+            prompt=None if sampling.prompt_logprobs is None else admission.token_ids[:num_prompt_tokens],
+            end_token_ids=admission.end_token_ids,
+            may_end_at=num_prompt_tokens + sampling.min_tokens,
+        )
 
     def _find_failed(
         self,
@@ -154,6 +182,33 @@ class TorchExecutor:
             if i not in failed and bool(torch.isin(table, tainted).any()):
                 failed[i] = "a request of the same step whose blocks it shares gave a non-finite output"
 
+    def _score(
+        self,
+        scheduled: tuple[ScheduledRequest, ...],
+        states: list[_Request],
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        failed: dict[int, str],
+    ) -> dict[int, list[SampledToken]]:
+        """Index of a scheduled request -> what StepResult.prompt_logprobs says of it. Adds to `failed`."""
+        scores: dict[int, list[SampledToken]] = {}
+        for i, (request, state) in enumerate(zip(scheduled, states, strict=True)):
+            if state.prompt is None or hidden is None or i in failed:
+                continue
+            tokens = state.prompt[request.start + 1 : request.start + 1 + len(request.token_ids)]
+            rows = hidden[inputs.spans[i][0] :][: len(tokens)]
+            entries: list[SampledToken] = []
+            for begin in range(0, len(tokens), SCORED_ROWS):
+                piece = tokens[begin : begin + SCORED_ROWS]
+                logits = self._forward.head(rows[begin : begin + SCORED_ROWS])[:, : self.vocab_size].float()
+                if not bool(logits.sum().isfinite()) and not bool(logits.isfinite().all()):
+                    failed[i] = "the model's logits at positions of the prompt are not all finite"
+                    break
+                entries += report(logits, piece, [state.sampling.prompt_logprobs or 0] * len(piece))
+            else:
+                scores[i] = entries
+        return scores
+
     def _sample(
         self,
         scheduled: tuple[ScheduledRequest, ...],
@@ -170,14 +225,6 @@ class TorchExecutor:
             return {}
         if len(chosen) < len(inputs.sampled):
             logits = logits[[i not in failed for i in inputs.sampled]]
-        sampling_rows = [
-            SamplingRow(
-                states[i].sampling,
-                states[i].seed,
-                scheduled[i].start + len(scheduled[i].token_ids),
-                states[i].counts,
-            )
-            for i in chosen
-        ]
+        sampling_rows = [states[i].row_at(scheduled[i].start + len(scheduled[i].token_ids)) for i in chosen]
         tokens = sample(logits, sampling_rows)
         return {scheduled[i].request_id: token for i, token in zip(chosen, tokens, strict=True)}

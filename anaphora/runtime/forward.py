@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from anaphora.runtime.attention import ATTENTION_NAME, AttentionContext
+
+
+class _Hidden(BaseModelOutput):
+    """A decoder's output that holds hidden states and nothing else, whatever the class around the decoder asks for."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class PagedForward:
@@ -47,6 +55,25 @@ class PagedForward:
                 return output.logits[0], self._hidden
             finally:
                 self._hidden = None
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] of final hidden states [n, hidden]: all that the model does after its decoder.
+
+        The model's own forward runs with a decoder that gives these hidden states, so that a soft cap or a scale of its
+        class has its part.
+        """
+        output = _Hidden(last_hidden_state=hidden.unsqueeze(0))
+        before = self._decoder.__dict__.get("forward")
+        self._decoder.forward = lambda *args, **kwargs: output
+        try:
+            ids = torch.zeros((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device)
+            logits: torch.Tensor = self._module(input_ids=ids, use_cache=False).logits[0]
+            return logits
+        finally:
+            if before is None:
+                del self._decoder.forward
+            else:
+                self._decoder.forward = before
 
     @contextmanager
     def _switched(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 Knows logits and sampling parameters; knows nothing of plans, blocks and models. Order of operations on a row:
 
     raw logits (float32) -> logprobs and ranks
-      -> repetition, presence, frequency penalty -> logit bias -> greedy: the largest, lowest id among equals
+      -> repetition, presence, frequency penalty -> logit bias -> banned tokens -> greedy: the largest, lowest id among equals
       -> temperature -> min-p -> top-k -> top-p -> draw
 
 Filters keep tokens likeliest first, lowest id first among equals. The draw is an inverse CDF in token order over what
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,9 @@ from anaphora.sampling_params import SamplingParams
 
 # Rows are drawn in chunks of at most this many logits, so that float64 copies stay in the processor's cache.
 CHUNK_LOGITS = 1 << 17
+
+# The logit of a banned token. Finite, so that a row in which all are banned still gives one of them.
+LOWEST = torch.finfo(torch.float32).min
 
 
 class TokenCounts:
@@ -55,12 +58,17 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one row of logits becomes a token. position: of the token to choose. counts: None without penalties."""
+    """How one row of logits becomes a token.
+
+    position: of the token to choose. counts: None without penalties. banned: token ids that are not to be chosen,
+    while there is another one.
+    """
 
     params: SamplingParams
     seed: int
     position: int
     counts: TokenCounts | None = None
+    banned: Collection[int] = ()
 
 
 def uniform(seed: int, position: int) -> float:
@@ -86,14 +94,14 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     if reported:
         picked = raw if len(reported) == len(rows) else raw[reported]
         num_top = [rows[i].params.logprobs or 0 for i in reported]
-        for i, report in zip(reported, _report(picked, [tokens[i] for i in reported], num_top), strict=True):
-            result[i] = report
+        for i, entry in zip(reported, report(picked, [tokens[i] for i in reported], num_top), strict=True):
+            result[i] = entry
     return result
 
 
 def _adjust(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Penalties, then bias. Returns `raw` itself if no row wants any."""
-    if not any(row.counts is not None or row.params.logit_bias for row in rows):
+    """Penalties, then bias, then bans. Returns `raw` itself if no row wants any."""
+    if not any(row.counts is not None or row.params.logit_bias or row.banned for row in rows):
         return raw
     adjusted = raw.clone()
     for line, row in zip(adjusted, rows, strict=True):
@@ -107,6 +115,8 @@ def _adjust(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=line.device)
             line[ids] += torch.tensor(list(params.logit_bias.values()), dtype=line.dtype, device=line.device)
+        if row.banned:
+            line[torch.tensor(list(row.banned), dtype=torch.int64, device=line.device)] = LOWEST
     return adjusted
 
 
@@ -162,8 +172,8 @@ def _sorted_descending(scores: torch.Tensor) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True).values
 
 
-def _report(raw: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[SampledToken]:
-    """Chosen tokens with raw logprob, rank and the likeliest tokens, from raw logits [n, vocab]."""
+def report(raw: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[SampledToken]:
+    """Tokens with raw logprob, rank and the num_top likeliest tokens of their row, from raw float32 logits [n, vocab]."""
     total = raw.logsumexp(dim=-1, keepdim=True)
     chosen = raw.gather(1, torch.tensor(tokens, dtype=torch.int64, device=raw.device).unsqueeze(1))
     logprobs = (chosen - total)[:, 0].tolist()

@@ -19,6 +19,8 @@ from anaphora.errors import (
     RequestError,
 )
 
+_LONGEST_MESSAGE = 1000  # characters: a message may quote what the client sent
+
 
 class ApiError(Exception):
     """What one HTTP request gets instead of its reply. param: the field that is to blame, if one is."""
@@ -32,7 +34,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]} ...")
         self.status = status
         self.param = param
         self.code = code

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from anaphora.errors import InvalidParameterError
-from anaphora.sampling_params import SamplingParams
+from anaphora.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from anaphora.server.config import ServerConfig
 from anaphora.server.errors import as_api_error, invalid
 from anaphora.server.fields import GenerationFields
@@ -71,15 +71,22 @@ def check_salt(salt: str | None) -> None:
         raise invalid("cache_salt", f"cache_salt has {len(salt)} characters, at most 1024 are allowed")
 
 
-def _check_stops(stop: str | list[str] | None, config: ServerConfig) -> None:
-    for text in [stop] if isinstance(stop, str) else stop or ():
+def _check_stops(stop: Any, config: ServerConfig) -> None:
+    texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise invalid("stop", "stop must be a string or a list of strings", "invalid_type")
+    if len(texts) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"stop holds {len(texts)} strings, at most {MAX_STOP_STRINGS} are allowed")
+    for text in texts:
         if len(text) > config.max_stop_chars:
             raise invalid(
                 "stop", f"stop holds a string of {len(text)} characters, at most {config.max_stop_chars} are allowed"
             )
 
 
-def _logit_bias(bias: dict[str, float], config: ServerConfig) -> dict[int, float]:
+def _logit_bias(bias: Any, config: ServerConfig) -> dict[int, float]:
+    if not isinstance(bias, dict):
+        raise invalid("logit_bias", "logit_bias must map token ids to numbers", "invalid_type")
     if len(bias) > config.max_logit_bias:
         raise invalid("logit_bias", f"logit_bias has {len(bias)} entries, at most {config.max_logit_bias} are allowed")
     for key in bias:

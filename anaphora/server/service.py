@@ -93,7 +93,11 @@ class Service:
             ("messages", fields.messages, self.config.max_messages),
             ("tools", fields.tools, self.config.max_tools),
         ):
-            if values is not None and len(values) > most:
+            if values is None:
+                continue
+            if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+                raise ApiError(400, f"{name} must be a list of objects", param=name, code="invalid_type")
+            if len(values) > most:
                 raise ApiError(400, f"{name} has {len(values)} entries, at most {most} are allowed", param=name)
         if fields.tools and not self.text.template_reads_tools:
             message = "the chat template of this model reads no tools: leave them out, or use another model"

@@ -49,8 +49,8 @@ async def detokenize(service: Service, body: bytes) -> dict[str, Any]:
     """Token ids as text. Raises ApiError."""
     fields = await service.parse(DetokenizeFields, body)
     token_ids = fields.tokens
-    if token_ids is None:
-        raise invalid("tokens", "give tokens: a list of token ids")
+    if not isinstance(token_ids, list):
+        raise invalid("tokens", "tokens must be a list of token ids", "invalid_type")
     hide = bool(fields.skip_special_tokens)
     text = await service.on_worker("tokens", lambda: service.text.decode(token_ids, skip_special_tokens=hide))
     return {"prompt": text}

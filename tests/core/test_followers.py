@@ -1,7 +1,12 @@
-"""A beginning that one request computes over many steps is computed once, whoever else wants it, whatever happens."""
+"""A beginning that one request computes over many steps is computed once, whoever else wants it, whatever happens.
+
+With a budget of 8 the leader takes all of it, so nobody is admitted beside it. With a budget of 64 and a threshold of 8
+there is room, and whoever shares its beginning follows it.
+"""
 
 from __future__ import annotations
 
+import pytest
 from core_plans import summary
 from core_world import World, make_request
 
@@ -10,9 +15,10 @@ from anaphora.core.followers import Followers
 BEGINNING = list(range(20))  # five blocks
 
 
-def world_with_leader(**options: object) -> World:
+@pytest.fixture(params=[{"budget": 8}, {"budget": 64, "threshold": 8}], ids=["no room", "following"])
+def world(request: pytest.FixtureRequest) -> World:
     """`lead` computes the beginning in chunks of 8; `f1` and `f2` wait for it."""
-    world = World(30, budget=8, **options)  # type: ignore[arg-type]
+    world = World(30, **request.param)
     world.add("lead", [*BEGINNING, 70], max_tokens=4)
     world.add("f1", [*BEGINNING, 80, 81], max_tokens=4)
     world.add("f2", [*BEGINNING, 90], max_tokens=4)
@@ -23,8 +29,7 @@ def computed(world: World) -> int:
     return world.scheduler.stats().counters.num_computed_prompt_tokens
 
 
-def test_followers_compute_only_their_suffix() -> None:
-    world = world_with_leader()
+def test_followers_compute_only_their_suffix(world: World) -> None:
     assert summary(world.step()) == [("lead", 0, 8)]
     assert summary(world.step()) == [("lead", 8, 8)]
     assert summary(world.step()) == [("lead", 16, 5), ("f1", 20, 2), ("f2", 20, 1)]
@@ -32,8 +37,7 @@ def test_followers_compute_only_their_suffix() -> None:
     assert computed(world) == 20 + 1 + 2 + 1
 
 
-def test_a_follower_takes_over_what_an_aborted_leader_has_committed() -> None:
-    world = world_with_leader()
+def test_a_follower_takes_over_what_an_aborted_leader_has_committed(world: World) -> None:
     world.step()
     world.finish("lead")
     assert summary(world.step()) == [("f1", 8, 8)]
@@ -42,8 +46,7 @@ def test_a_follower_takes_over_what_an_aborted_leader_has_committed() -> None:
     assert computed(world) == 20 + 2 + 1
 
 
-def test_a_follower_takes_over_when_the_leaders_step_fails() -> None:
-    world = world_with_leader()
+def test_a_follower_takes_over_when_the_leaders_step_fails(world: World) -> None:
     world.step()
     world.step(failing={"lead"})  # blocks 2 and 3 are withdrawn, 0 and 1 stay
     assert summary(world.step()) == [("f1", 8, 8)]
@@ -52,8 +55,7 @@ def test_a_follower_takes_over_when_the_leaders_step_fails() -> None:
     assert computed(world) == 20 + 2 + 1
 
 
-def test_a_leader_that_is_preempted_goes_on_where_it_was_and_is_still_the_only_one_to_compute() -> None:
-    world = world_with_leader()
+def test_a_leader_that_is_preempted_goes_on_where_it_was_and_is_still_the_only_one_to_compute(world: World) -> None:
     world.step()
     assert world.reset(preempt_running=True) is True  # and everything is forgotten
     assert summary(world.step()) == [("lead", 0, 8)]
@@ -62,8 +64,7 @@ def test_a_leader_that_is_preempted_goes_on_where_it_was_and_is_still_the_only_o
     assert computed(world) == 20 + 1 + 2 + 1
 
 
-def test_an_aborted_follower_leaves_the_others_waiting() -> None:
-    world = world_with_leader()
+def test_an_aborted_follower_leaves_the_others_waiting(world: World) -> None:
     world.step()
     world.finish("f1")
     world.step()
@@ -71,11 +72,42 @@ def test_an_aborted_follower_leaves_the_others_waiting() -> None:
     world.run()
 
 
-def test_a_request_with_another_beginning_shares_nothing_with_the_leader() -> None:
-    world = world_with_leader()
+def test_a_request_with_another_beginning_shares_nothing_with_the_leader(world: World) -> None:
     stranger = world.add("stranger", range(300, 306))
     world.run()
     assert stranger.num_cached_tokens == 0
+
+
+def following(world: World) -> int:
+    return world.scheduler.stats().gauges.num_following
+
+
+def test_whoever_shares_more_than_is_planned_follows_and_others_run_beside_the_leader() -> None:
+    world = World(40, budget=64, threshold=8)
+    world.add("lead", [*BEGINNING, 70], max_tokens=4)
+    world.add("follows", [*BEGINNING, 80], max_tokens=4)
+    world.add("shares two blocks", [*BEGINNING[:8], *range(90, 94)], max_tokens=4)
+    world.add("stranger", range(200, 212), max_tokens=4)
+    assert summary(world.step()) == [("lead", 0, 8), ("shares two blocks", 8, 4), ("stranger", 0, 8)]
+    assert following(world) == 1
+    assert summary(world.step()) == [("lead", 8, 8), ("shares two blocks", 12, 1), ("stranger", 8, 4)]
+    assert summary(world.step())[0] == ("lead", 16, 5)
+    assert following(world) == 0
+    assert world.requests["follows"].num_cached_tokens == 20
+    world.run()
+
+
+def test_a_follower_leads_when_its_leader_ends_and_the_next_one_follows_it() -> None:
+    world = World(40, budget=64, threshold=8)
+    for name in ("lead", "f1", "f2"):
+        world.add(name, [*BEGINNING, len(name), ord(name[-1])], max_tokens=4)
+    world.step()
+    assert following(world) == 2
+    world.finish("lead")
+    assert summary(world.step()) == [("f1", 8, 8)]
+    assert following(world) == 1
+    assert summary(world.step()) == [("f1", 16, 6), ("f2", 20, 2)]
+    world.run()
 
 
 # -- who waits for whom ------------------------------------------------------------------------------------------------

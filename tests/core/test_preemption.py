@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from core_plans import summary, tables
 from core_world import World
 
@@ -96,7 +95,6 @@ def test_preempting_gives_back_blocks_that_are_shared_only_once_their_last_owner
     assert [request.num_output_tokens for request in world.requests.values()] == [12, 12]
 
 
-@pytest.mark.xfail(strict=True, reason="what it needs is not looked up again when others come to own the same blocks")
 def test_a_waiting_request_is_admitted_as_soon_as_it_fits() -> None:
     world = World(10, policy="priority")
     world.add("first", range(100, 115), max_tokens=3, priority=0)  # four blocks, then a fifth

@@ -33,6 +33,7 @@ def tight_world(random: Random, hash_function: HashFunction) -> World:
         policy=random.choice(["fcfs", "priority"]),
         hash_function=hash_function,
         eviction_policy=random.choice(sorted(POLICIES)),
+        threshold=random.choice([None, 1, 2, 3]),
         choose=alternate,
     )
 

@@ -55,6 +55,7 @@ class ControlPlane(RuleBasedStateMachine):
         max_model_len=st.one_of(st.none(), st.none(), st.integers(2, 60)),
         caching=st.sampled_from([True, True, True, True, False]),
         eviction_policy=st.sampled_from(sorted(POLICIES)),
+        threshold=st.sampled_from([None, None, 1, 3, 8]),
         alphabet=st.integers(2, 4),
     )
     def build(
@@ -67,6 +68,7 @@ class ControlPlane(RuleBasedStateMachine):
         max_model_len: int | None,
         caching: bool,
         eviction_policy: str,
+        threshold: int | None,
         alphabet: int,
     ) -> None:
         self.alphabet = alphabet
@@ -87,6 +89,7 @@ class ControlPlane(RuleBasedStateMachine):
             caching=caching,
             hash_function=type(self).hash_function,
             eviction_policy=eviction_policy,
+            threshold=threshold,
             choose=self.choose,
         )
 
