@@ -53,11 +53,18 @@ def make_request(
     priority: int = 0,
     eos: frozenset[int] = frozenset(),
     stop: tuple[int, ...] = (),
+    min_tokens: int = 0,
+    scoring: bool = False,
 ) -> Request:
     return Request(
         request_id,
         tokens,
-        SamplingParams(max_tokens=max_tokens, stop_token_ids=stop),
+        SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=stop,
+            prompt_logprobs=0 if scoring else None,
+        ),
         priority=priority,
         extra_keys=() if salt is None else (salt_key(salt),),
         eos_token_ids=eos,
@@ -160,8 +167,20 @@ class World:
         priority: int = 0,
         eos: frozenset[int] = frozenset(),
         stop: tuple[int, ...] = (),
+        min_tokens: int = 0,
+        scoring: bool = False,
     ) -> Request:
-        request = make_request(request_id, tokens, max_tokens, salt=salt, priority=priority, eos=eos, stop=stop)
+        request = make_request(
+            request_id,
+            tokens,
+            max_tokens,
+            salt=salt,
+            priority=priority,
+            eos=eos,
+            stop=stop,
+            min_tokens=min_tokens,
+            scoring=scoring,
+        )
         self.scheduler.add(request)
         self.salts[request_id] = salt
         self.requests[request_id] = request
@@ -258,7 +277,7 @@ class World:
             return
         check_scheduler(self.scheduler)
         counters = self.scheduler.stats().counters
-        for name in ("queried", "hit", "computed", "computed_prompt", "recomputed", "requeried", "rehit"):
+        for name in ("queried", "hit", "bypassed", "computed", "computed_prompt", "recomputed", "requeried", "rehit"):
             field = f"num_{name}_tokens"
             assert getattr(counters, field) == getattr(self.expected, field), field
         assert counters.num_steps == self.expected.num_steps
@@ -270,9 +289,14 @@ class World:
         starts = {scheduled.request_id: scheduled.start for scheduled in plan.scheduled}
         for admission in plan.admitted:
             hit, request_id = starts[admission.request_id], admission.request_id
+            scoring = self.requests[request_id].sampling.prompt_logprobs is not None
+            if scoring and self._furthest.get(request_id, 0) < admission.num_prompt_tokens:
+                assert hit <= self._furthest.get(request_id, 0), "a position that is to be scored was not computed"
             if request_id in self._furthest:
                 self.expected.num_requeried_tokens += len(admission.token_ids)
                 self.expected.num_rehit_tokens += hit
+            elif scoring:
+                self.expected.num_bypassed_tokens += len(admission.token_ids)
             else:
                 self.expected.num_queried_tokens += len(admission.token_ids)
                 self.expected.num_hit_tokens += hit

@@ -50,6 +50,7 @@ class Known:
 
     salt: Salt
     tokens: list[int]
+    max_tokens: int
     table: list[BlockId] = field(default_factory=list)
     num_computed: int = 0
 
@@ -118,7 +119,9 @@ class FakeExecutor:
             del self.requests[request_id]
         for admission in plan.admitted:
             assert admission.request_id not in self.requests, "admitted twice"
-            self.requests[admission.request_id] = Known(self._salts[admission.request_id], list(admission.token_ids))
+            self.requests[admission.request_id] = Known(
+                self._salts[admission.request_id], list(admission.token_ids), admission.sampling.max_tokens
+            )
         admitted = {admission.request_id for admission in plan.admitted}
         assert len(admitted) == len(plan.admitted)
         # Everyone who holds blocks is owed a token.
@@ -132,7 +135,7 @@ class FakeExecutor:
             stop = scheduled.start + len(scheduled.token_ids)
             assert scheduled.start < stop <= len(known.tokens)
             assert list(scheduled.token_ids) == known.tokens[scheduled.start : stop]
-            assert scheduled.sample == (stop == len(known.tokens))
+            assert scheduled.sample == (stop == len(known.tokens) and known.max_tokens > 0)
             known.table += scheduled.new_block_ids
             assert all(block in self._usable for block in scheduled.new_block_ids)
             assert len(set(known.table)) == len(known.table)

@@ -18,6 +18,7 @@ from anaphora.errors import (
     PromptTooLongError,
     RequestError,
 )
+from anaphora.sampling_params import SamplingParams
 
 _LONGEST_MESSAGE = 1000  # characters: a message may quote what the client sent
 
@@ -59,6 +60,9 @@ _TYPES = {
 }
 
 
+_ENGINE_FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {"priority"}
+
+
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """The request is wrong: 400."""
     return ApiError(400, message, param=param, code=code)
@@ -84,6 +88,5 @@ def as_api_error(error: AnaphoraError, *, prompt: str, names: Mapping[str, str] 
         return invalid(prompt, message)
     if isinstance(error, RequestError):
         field = message.partition(" ")[0]
-        known = (names or {}).get(field, field)
-        return invalid(known if field.isidentifier() and field.islower() else prompt, message)
+        return invalid((names or {}).get(field, field) if field in _ENGINE_FIELDS else prompt, message)
     return ApiError(500, message, code="internal_error")

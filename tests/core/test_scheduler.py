@@ -17,6 +17,54 @@ from anaphora.errors import (
 )
 from anaphora.sampling_params import SamplingParams
 
+# -- prompts that are scored, and outputs of a minimal length ----------------------------------------------------------
+
+
+def test_a_prompt_that_is_scored_is_computed_whole_and_found_by_others() -> None:
+    world = World(12)
+    world.add("a", range(11))
+    world.step()
+    scored = world.add("scored", range(11), scoring=True)
+    world.add("b", range(11))
+    assert summary(world.step()) == [("scored", 0, 11), ("b", 8, 3)]
+    assert scored.num_cached_tokens == 0
+    counters = world.scheduler.stats().counters
+    assert (counters.num_queried_tokens, counters.num_hit_tokens, counters.num_bypassed_tokens) == (22, 8, 11)
+    assert world.scheduler.stats().gauges.num_cached_blocks == 2  # of each content one copy
+
+
+def test_a_cold_prompt_that_is_scored_leads_others() -> None:
+    world = World(12, budget=8, threshold=6)
+    world.add("scored", range(11), scoring=True)
+    world.add("b", range(11))
+    assert summary(world.step()) == [("scored", 0, 6)]
+    assert world.scheduler.stats().gauges.num_following == 1
+    assert summary(world.step()) == [("scored", 6, 5), ("b", 8, 3)]
+
+
+def test_a_request_that_only_scores_ends_with_its_prompt_and_samples_nothing() -> None:
+    world = World(8, budget=7)
+    request = world.add("a", range(11), max_tokens=0, scoring=True)
+    plans = world.run()
+    assert [summary(plan) for plan in plans] == [[("a", 0, 7)], [("a", 7, 4)]]
+    assert [plan.scheduled[0].sample for plan in plans] == [False, False]
+    assert (request.output_token_ids, request.finish_reason) == ([], "length")
+    assert world.look_up([*range(11), 11]) == 2
+
+
+def test_no_end_token_ends_a_request_before_min_tokens_and_the_executor_knows_which_they_are() -> None:
+    world = World(8)
+    ends = {"eos": frozenset({10_002, 10_004}), "stop": (10_003,)}
+    eos = world.add("eos", [1, 2], max_tokens=9, min_tokens=2, eos=ends["eos"], stop=ends["stop"])
+    (admission,) = world.step().admitted
+    assert admission.end_token_ids == {10_002, 10_003, 10_004}
+    world.run()
+    assert (eos.output_token_ids, eos.finish_reason) == ([10_002, 10_003, 10_004], "stop")
+    stop = world.add("stop", [1], max_tokens=9, min_tokens=2, stop=ends["stop"])
+    world.run()
+    assert (stop.output_token_ids, stop.stop_reason) == ([10_001, 10_002, 10_003], 10_003)
+
+
 # -- the budget --------------------------------------------------------------------------------------------------------
 
 

@@ -122,9 +122,21 @@ class ControlPlane(RuleBasedStateMachine):
         salt=salts,
         priority=st.integers(-1, 1),
         ends=st.booleans(),
+        min_tokens=st.integers(0, 4),
+        scoring=st.booleans(),
     )
     def add(
-        self, base: int, cut: int, length: int, seed: int, max_tokens: int, salt: str | None, priority: int, ends: bool
+        self,
+        base: int,
+        cut: int,
+        length: int,
+        seed: int,
+        max_tokens: int,
+        salt: str | None,
+        priority: int,
+        ends: bool,
+        min_tokens: int,
+        scoring: bool,
     ) -> None:
         tokens = self.tokens_like_an_earlier_one(base, cut, length, seed)
         request_id = f"r{self.num_added}"
@@ -144,6 +156,8 @@ class ControlPlane(RuleBasedStateMachine):
             priority=priority,
             eos=frozenset({EOS}) if ends else frozenset(),
             stop=(STOP,) if ends else (),
+            min_tokens=min(min_tokens, max_tokens),
+            scoring=scoring,
         )
         with pytest.raises(DuplicateRequestError):
             self.world.add(request_id, tokens)
@@ -155,18 +169,22 @@ class ControlPlane(RuleBasedStateMachine):
         seed=seeds,
         own_lengths=st.lists(st.integers(0, 12), min_size=2, max_size=5),
         max_tokens=st.integers(1, 30),
+        scorer=st.integers(0, 9),
     )
     def add_many_alike(
-        self, base: int, cut: int, length: int, seed: int, own_lengths: list[int], max_tokens: int
+        self, base: int, cut: int, length: int, seed: int, own_lengths: list[int], max_tokens: int, scorer: int
     ) -> None:
-        """Several at once that share a beginning: leaders and followers, pending blocks, duplicates."""
+        """Several at once that share a beginning: leaders and followers, pending blocks, duplicates.
+
+        scorer: which of them wants logprobs of its prompt, if there is one of that number.
+        """
         for own_seed, own_length in enumerate(own_lengths):
             shared = self.tokens_like_an_earlier_one(base, cut, length, seed)
             own = [zlib.crc32(bytes([own_seed, 99, position])) % self.alphabet for position in range(own_length)]
             tokens = (shared + own)[: self.capacity]
             if self.max_model_len is not None:
                 tokens = tokens[: self.max_model_len - 1]
-            self.world.add(f"r{self.num_added}", tokens, max_tokens)
+            self.world.add(f"r{self.num_added}", tokens, max_tokens, scoring=own_seed == scorer)
             self.num_added += 1
 
     @precondition(lambda self: self.live)
@@ -244,7 +262,7 @@ class ControlPlane(RuleBasedStateMachine):
         while True:
             tokens.append(self.choose(tokens))
             num_output = len(tokens) - request.num_prompt_tokens
-            if tokens[-1] in request.eos_token_ids or tokens[-1] in request.sampling.stop_token_ids:
+            if num_output > request.sampling.min_tokens and tokens[-1] in request.end_token_ids:
                 return tokens[request.num_prompt_tokens :], "stop"
             if (
                 num_output == request.sampling.max_tokens
@@ -279,7 +297,7 @@ class ControlPlane(RuleBasedStateMachine):
         ended = counters.num_finished_requests + counters.num_aborted_requests + counters.num_failed_requests
         assert ended == len(self.world.requests)
         if self.clean:
-            missed = counters.num_queried_tokens - counters.num_hit_tokens
+            missed = counters.num_queried_tokens - counters.num_hit_tokens + counters.num_bypassed_tokens
             # After a preemption a request may find prompt tokens that it never computed.
             assert counters.num_computed_prompt_tokens <= missed
             if counters.num_preemptions == 0:

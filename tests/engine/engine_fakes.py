@@ -44,6 +44,7 @@ class FakeExecutor:
         self._slots = [-1] * ((num_blocks + 1) * block_size)
         self._tables: dict[str, list[int]] = {}
         self._logprobs: dict[str, int | None] = {}
+        self._scored_prompts: dict[str, tuple[int, ...]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -53,6 +54,8 @@ class FakeExecutor:
             self._tables[admission.request_id] = []
             self._logprobs[admission.request_id] = admission.sampling.logprobs
             self.seeds[admission.request_id] = admission.seed
+            if admission.sampling.prompt_logprobs is not None:
+                self._scored_prompts[admission.request_id] = admission.token_ids[: admission.num_prompt_tokens]
         for request in plan.scheduled:
             self._tables[request.request_id] += request.new_block_ids
             for position, token_id in enumerate(request.token_ids, start=request.start):
@@ -65,6 +68,11 @@ class FakeExecutor:
             failed=dict.fromkeys(failing, "non-finite logits"),
             compute_s=0.25,
             sample_s=0.125,
+            prompt_logprobs={
+                r.request_id: self._score(r)
+                for r in plan.scheduled
+                if r.request_id in self._scored_prompts and r.request_id not in failing
+            },
         )
 
     def _sample(self, request) -> SampledToken:
@@ -75,6 +83,15 @@ class FakeExecutor:
             return SampledToken(token_id)
         likeliest = (((token_id + 1) % VOCAB_SIZE, -0.5), (token_id, -0.5))[:top]  # a tie, and the chosen one second
         return SampledToken(token_id, logprob=-0.5, rank=1, top_logprobs=likeliest)
+
+    def _score(self, request) -> tuple[SampledToken, ...]:
+        """The logprob of a token is minus its position."""
+        stop = request.start + len(request.token_ids)
+        tokens = self._scored_prompts[request.request_id][request.start + 1 : stop + 1]
+        return tuple(
+            SampledToken(token, -float(position), rank=position, top_logprobs=((token, -float(position)), (66, -9.0)))
+            for position, token in enumerate(tokens, request.start + 1)
+        )
 
     def _slot(self, request_id: str, position: int) -> int:
         block, offset = divmod(position, self._block_size)

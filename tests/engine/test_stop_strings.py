@@ -44,6 +44,17 @@ def test_the_stop_string_stays_if_asked_for_and_what_follows_goes():
     assert feed(checker, ["aE", "NDb"]) == ["a", "END"]
 
 
+def test_a_stop_string_counts_where_it_may_end_even_if_it_began_before():
+    checker = StopStrings(["ab", "bc", "xyz"])
+    assert checker.add("xyzaba", may_end=False) == "xyzab"  # "a" may begin "ab"
+    assert checker.add("bxy") == ""
+    assert checker.matched == "ab"
+    checker = StopStrings(["ab", "xabc"])
+    assert checker.add("xab", may_end=False) == ""
+    assert checker.add("d") == "xabd"  # "ab" ended before it could count
+    assert checker.matched is None
+
+
 _TEXT = st.text("abc", max_size=20)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -16,6 +17,20 @@ from anaphora.sampling_params import SamplingParams
 
 def row(params: SamplingParams, position: int = 0, seed: int = 0, counts: TokenCounts | None = None) -> SamplingRow:
     return SamplingRow(params, seed, position, counts)
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0.0), SamplingParams(top_k=3, min_p=0.1), SamplingParams(top_p=0.9)]
+)
+def test_banned_tokens_are_not_chosen_while_there_is_another_one(params: SamplingParams) -> None:
+    params = dataclasses.replace(params, logprobs=4)
+    logits = logits_of([0.4, 0.3, 0.2, 0.1]).expand(3, -1)
+    rows = [SamplingRow(params, 1, 0, banned=banned) for banned in (frozenset({0, 1, 3}), frozenset({0, 1, 2, 3}), ())]
+    one, none, free = sample(logits, rows)
+    assert one.token_id == 2
+    assert 0 <= none.token_id < 4
+    assert one.logprob == pytest.approx(math.log(0.2))  # raw: as if nothing were banned
+    assert one.top_logprobs == none.top_logprobs == free.top_logprobs
 
 
 def logits_of(probabilities: list[float]) -> torch.Tensor:

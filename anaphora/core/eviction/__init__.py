@@ -2,6 +2,7 @@
 
 from anaphora.core.eviction.base import EvictionPolicy, PolicyFactory
 from anaphora.core.eviction.cost_aware import CostAware
+from anaphora.core.eviction.learnt_hazard import LearntHazard
 from anaphora.core.eviction.lfu import AgeingLFU
 from anaphora.core.eviction.lru import LRU
 from anaphora.core.eviction.lru_k import LRU2
@@ -16,6 +17,7 @@ POLICIES: dict[str, PolicyFactory] = {
     "lru-2": LRU2,
     "s3-fifo": S3FIFO,
     "cost-aware": CostAware,
+    "learnt-hazard": LearntHazard,
 }
 """Name -> what makes the policy. The first one is the default."""
 

@@ -27,5 +27,7 @@ class CostAware(LeafHeap):
             self._uses[block] = 1 if self._is_new(block) else self._uses[block] + 1
             self._keys[block] = self._age + self._uses[block] * (1 + max(depth - place, 0) / self._double_at)
 
-    def _evicted(self, block: BlockId) -> None:
+    def _evict_leaf(self) -> BlockId:
+        block = super()._evict_leaf()
         self._age = self._keys[block]
+        return block

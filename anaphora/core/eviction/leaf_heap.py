@@ -35,7 +35,7 @@ class LeafHeap(LeafPolicy):
     def _remove_leaf(self, block: BlockId) -> None:
         self._leaves.discard(block)
 
-    def _pop_leaf(self) -> BlockId:
+    def _evict_leaf(self) -> BlockId:
         while True:
             key, block = heapq.heappop(self._heap)
             if block in self._leaves and key == self._keys[block]:

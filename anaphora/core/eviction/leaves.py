@@ -45,8 +45,8 @@ class LeafPolicy(ABC):
                 self._add_leaf(block)
 
     def remove(self, blocks: Sequence[BlockId]) -> None:
+        self._before_remove(blocks)
         for block in blocks:
-            self._found(block)
             self._leave(block)
 
     def discard(self, block: BlockId) -> None:
@@ -70,13 +70,22 @@ class LeafPolicy(ABC):
             self._add_leaf(block)
 
     def take(self, count: int) -> list[BlockId]:
+        lineages, parents = self._lineages, self._parents
+        block_of, num_children = self._block_of, self._num_children
+        evict_leaf, add_leaf = self._evict_leaf, self._add_leaf
         taken = []
         for _ in range(count):
-            block = self._pop_leaf()
-            self._evicted(block)
-            del self._block_of[self._lineages[block]]
-            self._child_left(self._parents[block])
+            block = evict_leaf()
             taken.append(block)
+            del block_of[lineages[block]]
+            parent = parents[block]  # from here on as _child_left, without the call
+            left = num_children[parent] - 1
+            if left:
+                num_children[parent] = left
+                continue
+            del num_children[parent]
+            if parent in block_of:
+                add_leaf(block_of[parent])
         return taken
 
     def pop_all(self) -> list[BlockId]:
@@ -96,11 +105,8 @@ class LeafPolicy(ABC):
     def _before_put(self, blocks: Sequence[BlockId], depth: int) -> None:
         """Blocks come, tail first; those that are leaves are added next."""
 
-    def _found(self, block: BlockId) -> None:  # noqa: B027  (nothing to do for most)
-        """A block is about to leave because somebody found it."""
-
-    def _evicted(self, block: BlockId) -> None:  # noqa: B027
-        """A block is about to lose its content; the index still knows it."""
+    def _before_remove(self, blocks: Sequence[BlockId]) -> None:  # noqa: B027  (most have nothing to do)
+        """Blocks, parents first, are about to leave because somebody found them."""
 
     @abstractmethod
     def _add_leaf(self, block: BlockId) -> None: ...
@@ -109,5 +115,5 @@ class LeafPolicy(ABC):
     def _remove_leaf(self, block: BlockId) -> None: ...
 
     @abstractmethod
-    def _pop_leaf(self) -> BlockId:
-        """The leaf that goes next, no longer among the leaves. There is one."""
+    def _evict_leaf(self) -> BlockId:
+        """The leaf that goes next, no longer among the leaves. There is one; the index still knows its content."""

@@ -28,5 +28,7 @@ class AgeingLFU(LeafHeap):
             self._uses[block] = 1 if self._is_new(block) else self._uses[block] + 1
             self._keys[block] = (self._age + self._uses[block], self._clock)
 
-    def _evicted(self, block: BlockId) -> None:
+    def _evict_leaf(self) -> BlockId:
+        block = super()._evict_leaf()
         self._age = self._keys[block][0]
+        return block

@@ -41,9 +41,7 @@ class S3FIFO(LeafPolicy):
                 self._is_main[block] = True
                 self._rounds[block] = min(self._rounds[block] + 1, _MAX_ROUNDS)
 
-    def _evicted(self, block: BlockId) -> None:
-        if self._is_main[block]:
-            return
+    def _remember(self, block: BlockId) -> None:
         self._ghosts[self._index.hashes[block]] = None  # type: ignore[index]
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
@@ -57,10 +55,12 @@ class S3FIFO(LeafPolicy):
     def _remove_leaf(self, block: BlockId) -> None:
         del self._queue_of(block)[block]
 
-    def _pop_leaf(self) -> BlockId:
+    def _evict_leaf(self) -> BlockId:
         small, main = self._small, self._main
         if small and (not main or len(small) * _SMALL_SHARE > len(small) + len(main)):
-            return small.popitem(last=False)[0]
+            block, _ = small.popitem(last=False)
+            self._remember(block)
+            return block
         while True:
             block, _ = main.popitem(last=False)
             if not self._rounds[block]:

@@ -1,0 +1,193 @@
+"""Salts, tenants, keys: who shares with whom, and who may do what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_world import Live, cached, chunks, serving
+from tiny_llama import ids
+
+from anaphora.errors import ConfigError
+from anaphora.server.app import build_app
+from anaphora.server.config import ServerConfig
+from anaphora.server.tenants import ApiKeys, CacheDomains, Caller, load_api_keys
+
+PROMPT = ids(2200, 69)
+MESSAGES = [{"role": "user", "content": "x" * 60}]
+
+
+def completion(live: Live, **body: Any) -> Any:
+    return live.post("/v1/completions", prompt=PROMPT, max_tokens=4, temperature=0, **body)
+
+
+def chat(live: Live, **body: Any) -> Any:
+    return live.post("/v1/chat/completions", messages=MESSAGES, max_tokens=4, temperature=0, **body)
+
+
+def streamed_completion(live: Live, **body: Any) -> Any:
+    options = {"stream_options": {"include_usage": True}}
+    return chunks(live, prompt=PROMPT, max_tokens=4, temperature=0, **options, **body)[-1]
+
+
+def streamed_chat(live: Live, **body: Any) -> Any:
+    options = {"stream_options": {"include_usage": True}}
+    path = "/v1/chat/completions"
+    return chunks(live, path, messages=MESSAGES, max_tokens=4, temperature=0, **options, **body)[-1]
+
+
+@pytest.mark.parametrize("ask", [completion, chat, streamed_completion, streamed_chat])
+def test_salts_isolate_on_every_endpoint(live: Live, ask: Any) -> None:
+    live.reset()
+    replies = [ask(live, cache_salt=salt) for salt in ("a", "a", "b", "b", None, None, "a")]
+    full = 16 * ((replies[0]["usage"]["prompt_tokens"] - 1) // 16)
+    assert full == 64
+    assert [cached(reply) for reply in replies] == [0, full, 0, full, 0, full, full]
+    assert len({str(reply["choices"]) for reply in replies}) == 1
+    assert cached(ask(live)) == full  # absent is null
+
+
+def test_a_salt_holds_across_endpoints_that_yield_the_same_ids(live: Live) -> None:
+    live.reset()
+    rendered = live.post("/tokenize", messages=MESSAGES)
+    assert cached(chat(live, cache_salt="a")) == 0
+    for prompt in (rendered["tokens"], rendered["prompt"]):
+        assert live.hit(prompt, cache_salt="a") == 64
+        assert live.hit(prompt, cache_salt="b") in (0, 64)  # its own second time
+    live.reset()
+    chat(live, cache_salt="a")
+    assert live.hit(rendered["prompt"], cache_salt="b") == 0
+    assert live.hit(rendered["prompt"]) == 0
+
+
+def test_salts_that_look_alike_are_different(live: Live) -> None:
+    live.reset()
+    alike = ["\u00e9", "e\u0301", "\u00e9 ", "\u00c9", "\u0435\u0301", "null", "0"]
+    assert [live.hit(PROMPT, cache_salt=salt) for salt in alike] == [0] * len(alike)
+    assert [live.hit(PROMPT, cache_salt=salt) for salt in alike] == [64] * len(alike)
+
+
+# -- keys and tenants --------------------------------------------------------------------------------------------------
+
+KEYS = """
+# a comment
+key-a anna
+key-a2 anna     # a second key of the same tenant
+key-b berta
+key-c carla
+key-root ops admin
+"""
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def keyed(make_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_text(KEYS)
+    config = ServerConfig(share_cache=(frozenset({"berta", "carla"}),))
+    with serving(make_engine(), config, api_keys=load_api_keys(path), secret=b"s" * 32) as live:
+        yield live
+
+
+def hit_as(live: Live, key: str, **body: Any) -> int:
+    values = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    return cached(live.post("/v1/completions", headers=bearer(key), **values, **body))
+
+
+def test_tenants_are_isolated_unless_they_are_named_together(keyed: Live) -> None:
+    assert keyed.post("/reset_prefix_cache", headers=bearer("key-root")) == {"reset": True}
+    assert [hit_as(keyed, "key-a") for _ in range(2)] == [0, 64]
+    assert hit_as(keyed, "key-a2") == 64  # the same tenant
+    assert hit_as(keyed, "key-b") == 0
+    assert hit_as(keyed, "key-c") == 64  # shares with berta by name
+    assert hit_as(keyed, "key-root") == 0
+    assert hit_as(keyed, "key-a", cache_salt="x") == 0
+    assert hit_as(keyed, "key-a", cache_salt="x") == 64
+    assert hit_as(keyed, "key-b", cache_salt="x") == 0
+
+
+def test_no_client_salt_reaches_another_tenant(keyed: Live) -> None:
+    domains = CacheDomains(b"guess" * 8)
+    assert keyed.post("/reset_prefix_cache", headers=bearer("key-root")) == {"reset": True}
+    hit_as(keyed, "key-a")
+    guesses = ["anna", "key-a", domains.salt(Caller("anna", False), None)]
+    assert [hit_as(keyed, "key-b", cache_salt=guess) for guess in guesses] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+     ("POST", "/reset_prefix_cache"), ("GET", "/v1/models"), ("GET", "/version"), ("GET", "/metrics")],
+)  # fmt: skip
+def test_nothing_but_health_answers_without_a_key(keyed: Live, method: str, path: str) -> None:
+    for headers in (
+        {},
+        bearer("wrong"),
+        {"authorization": "Bearer"},
+        {"authorization": "key-a"},
+        {"authorization": "Basic key-a"},
+    ):
+        reply = keyed.client.request(method, path, headers=headers, content=b"{}")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+    for path in ("/health", "/ready"):
+        assert keyed.client.get(path).status_code == 200
+
+
+def test_only_an_admin_resets_and_reads_metrics(keyed: Live) -> None:
+    for key, status in (("key-a", 403), ("key-root", 200)):
+        assert keyed.client.post("/reset_prefix_cache", headers=bearer(key)).status_code == status
+        assert keyed.client.get("/metrics", headers=bearer(key)).status_code == status
+        assert keyed.client.get("/v1/models", headers=bearer(key)).status_code == 200
+
+
+def test_metrics_name_no_tenant_key_or_salt(keyed: Live) -> None:
+    hit_as(keyed, "key-a", cache_salt="pepper")
+    text = keyed.client.get("/metrics", headers=bearer("key-root")).text
+    assert not any(word in text for word in ("anna", "key-a", "pepper"))
+
+
+def test_a_domain_is_not_spelled_by_another(tmp_path: Path) -> None:
+    shared = CacheDomains(b"s" * 16, [frozenset({"a", "b"})])
+    pairs = [("a", None), ("a", "x"), ("c", None), ("c", "x"), ("cx", None), ("ab", None), ("shared", None)]
+    salts = [shared.salt(Caller(tenant, False), salt) for tenant, salt in pairs]
+    assert len(set(salts)) == len(pairs)
+    assert shared.salt(Caller("b", False), "x") == salts[1]
+    assert CacheDomains(b"t" * 16).salt(Caller("c", False), None) != salts[2]
+    with pytest.raises(ConfigError):
+        CacheDomains(b"short")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# nothing", "key", "key tenant boss", "k t\nk u", '{"k": 1}', '{"k": {"tenant": ""}}', '{"k": "a", "k": "b"}',
+     '{"k": {"tenant": "a", "admin": 1}}', '{"k": {"tenant": "a", "x": 1}}', '{"k": "a"', '{"": "a"}'],
+)  # fmt: skip
+def test_a_wrong_key_file_is_refused_without_quoting_keys(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_api_keys(path)
+    assert "tenant boss" not in str(error.value)
+
+
+def test_a_key_file_may_be_json(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text('{"k1": "a", "k2": {"tenant": "b", "admin": true}}')
+    keys = load_api_keys(path)
+    assert (keys.find("k1"), keys.find("k2"), keys.find("k3")) == (Caller("a", False), Caller("b", True), None)
+
+
+def test_sharing_names_tenants_that_exist(make_engine: Any) -> None:
+
+    config = ServerConfig(share_cache=(frozenset({"a", "nobody"}),))
+    keys = ApiKeys([("k", Caller("a", False))])
+    for api_keys in (None, keys):
+        with pytest.raises(ConfigError):
+            build_app(make_engine(), config, model_name="m", max_num_seqs=1, api_keys=api_keys)
+    with pytest.raises(ConfigError):
+        ServerConfig(share_cache=(frozenset({"a", "b"}), frozenset({"b", "c"})))
