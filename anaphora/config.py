@@ -43,6 +43,8 @@ class EngineConfig:
     scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
     dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
     device: torch device; None takes the CPU.
+    fast_forward: run a decoder of the Llama type in a loop of our own, if it gives the module's own results when it is
+        loaded; off runs every model through the layers of `transformers`.
     num_threads: torch's threads within the process; None leaves torch's choice.
     seed: where requests without a seed draw theirs from.
 
@@ -63,6 +65,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     dtype: str = "auto"
     device: str | None = None
+    fast_forward: bool = True
     num_threads: int | None = None
     seed: int = 0
     cache_dir: Path | None = None

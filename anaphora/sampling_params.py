@@ -5,14 +5,18 @@ Knows nothing of tensors: `runtime.sampler` gives these fields their arithmetic.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from anaphora.errors import InvalidParameterError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_GRAMMAR_CHARS = 65_536
+MAX_SCHEMA_DEPTH = 64
 
 
 def _number(name: str, value: object, low: float, high: float, hint: str) -> float:
@@ -35,10 +39,38 @@ def _integers(name: str, values: object) -> tuple[int, ...]:
     return tuple(_integer(name, value, 0, "a list of token ids (integers >= 0)") for value in values)
 
 
+def _json_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)  # the order of its properties is the order in the output
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameterError(f"json_schema is no JSON: {error}") from None
+
+
+def _check_schema(text: str) -> None:
+    """Whether it is a JSON object of bounded depth. What the schema says is checked by who follows it."""
+    try:
+        level: list[object] = [json.loads(text)]
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameterError(f"json_schema is no JSON: {error}") from None
+    if not isinstance(level[0], dict):
+        raise InvalidParameterError(f"json_schema must be a JSON object, got {type(level[0]).__name__}")
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if level:
+        raise InvalidParameterError(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} levels deep: make it flatter")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends. Validated when made.
 
+    n: sequences for one prompt, which is computed once. Choice i is what a request with seed + i (mod 2**64) gives. The
+        step engine takes n = 1 only: see `choices`.
     max_tokens: most tokens to generate, at least 1; 0 is allowed with prompt_logprobs, and only scores the prompt.
     min_tokens: tokens that come whatever happens: none of them is an end token or a stop token, and no stop string
         ends in their text. A limit of length still ends the request.
@@ -53,6 +85,9 @@ class SamplingParams:
     stop: strings that end the output; cut off unless include_stop_str_in_output.
     stop_token_ids: token ids that end the output, besides the model's own end tokens.
     ignore_eos: go on past the model's own end tokens.
+    json_schema: the output is JSON that this schema (text, or a mapping) describes, with at most one space between its
+        tokens. regex: the output as a whole matches this regular expression. One of the two, with the extra
+        `structured`; an end token ends such an output, max_tokens may cut it short.
     logprobs: report the chosen token's log-probability and the k likeliest ones' (raw, before
         temperature, penalties and bias), 0 to 20; None reports none, 0 the chosen token's alone.
     prompt_logprobs: the same for every prompt token but the first, which nothing precedes. Such a request computes its
@@ -61,6 +96,7 @@ class SamplingParams:
     Raises InvalidParameterError.
     """
 
+    n: int = 1
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -75,6 +111,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
@@ -82,8 +120,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the class is frozen: normalised values go in here, once
+        _integer("n", self.n, 1, "an integer >= 1")
         hint = "an integer >= 1 (or 0 with prompt_logprobs, which scores the prompt and generates nothing)"
         _integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, hint)
+        if self.n > 1 and self.max_tokens == 0:
+            raise InvalidParameterError(f"n must be 1 where nothing is generated (max_tokens=0), got {self.n}")
         _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
         if self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
@@ -129,6 +170,48 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and _integer(name, value, 0, "an integer >= 0 or None") > MAX_LOGPROBS:
                 raise InvalidParameterError(f"{name} must be at most {MAX_LOGPROBS}, got {value}")
+        self._check_structured()
+
+    def _check_structured(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", _json_text(self.json_schema))
+        wanted = [name for name in ("json_schema", "regex") if getattr(self, name) is not None]
+        for name in wanted:
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text:
+                raise InvalidParameterError(f"{name} must be a non-empty string or None, got {text!r}")
+            if len(text) > MAX_GRAMMAR_CHARS:
+                raise InvalidParameterError(
+                    f"{name} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed"
+                )
+        if isinstance(self.json_schema, str):
+            _check_schema(self.json_schema)
+        if len(wanted) == 2:
+            raise InvalidParameterError("regex and json_schema both shape the output: give one of them")
+        if wanted and (self.min_tokens or self.ignore_eos):
+            other = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise InvalidParameterError(
+                f"{other} goes against {wanted[0]}, which says where the output ends: leave one of them out"
+            )
+
+    def choices(self) -> list[SamplingParams]:
+        """Parameters of the n requests that give the n sequences. Only the first one scores the prompt."""
+        if self.n == 1:
+            return [self]
+        return [
+            replace(
+                self,
+                n=1,
+                seed=None if self.seed is None else (self.seed + index) % 2**64,
+                prompt_logprobs=None if index else self.prompt_logprobs,
+            )
+            for index in range(self.n)
+        ]
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether a grammar says what the output may be."""
+        return self.json_schema is not None or self.regex is not None
 
     @property
     def needs_history(self) -> bool:

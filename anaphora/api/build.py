@@ -20,6 +20,7 @@ from anaphora.engine.engine import Engine
 from anaphora.engine.protocols import Tokenizer
 from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.executor import TorchExecutor
+from anaphora.runtime.grammar_llguidance import LLGuidanceGrammars
 from anaphora.runtime.kv_cache import bytes_per_block
 from anaphora.runtime.model import LoadedModel, load_model
 
@@ -42,12 +43,17 @@ def connect(config: EngineConfig, loaded: LoadedModel, hash_function: HashFuncti
     """An engine over a model that is loaded already. Raises ConfigError, UnsupportedModelError."""
     module = loaded.module
     max_model_len = context_limit(config.max_model_len, loaded.max_model_len, loaded.name)
+    layout = inspect_model(module)
     num_blocks = pool_size(
         config,
         max_model_len=max_model_len,
-        block_bytes=bytes_per_block(inspect_model(module).shapes, config.block_size, module.dtype),
+        block_bytes=bytes_per_block(layout.shapes, config.block_size, module.dtype),
         available_bytes=psutil.virtual_memory().available,
     )
+    end_token_ids = frozenset(loaded.eos_token_ids)
+    grammars = None
+    if loaded.tokenizer is not None:
+        grammars = LLGuidanceGrammars(loaded.tokenizer, layout.vocab_size, end_token_ids)
     executor = TorchExecutor(
         module,
         num_blocks=num_blocks + 1,  # and the null block
@@ -56,6 +62,8 @@ def connect(config: EngineConfig, loaded: LoadedModel, hash_function: HashFuncti
         max_model_len=max_model_len,
         dtype=module.dtype,
         device=module.device,
+        fast_forward=config.fast_forward,
+        grammars=grammars,
     )
     identity = dict(loaded.identity) | {"block_size": str(config.block_size), "kv_dtype": str(module.dtype)}
     cache = CacheManager(
@@ -78,6 +86,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, hash_function: HashFuncti
         executor,
         clock=time.perf_counter,
         tokenizer=cast(Tokenizer | None, loaded.tokenizer),  # its decode gives lists only for lists of lists
-        eos_token_ids=frozenset(loaded.eos_token_ids),
+        eos_token_ids=end_token_ids,
         seed=config.seed,
+        grammars=grammars,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
+from anaphora.api.choices import Choices
 from anaphora.api.interrupts import held_interrupts
 from anaphora.api.prompts import (
     Prompt,
@@ -22,6 +24,9 @@ from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.protocols import Tokenizer
 from anaphora.errors import AnaphoraError, UnknownRequestError
 from anaphora.sampling_params import SamplingParams
+
+_Add = Callable[..., None]
+"""`LLM._add`, or `_add_chat` with its options bound."""
 
 
 class LLM:
@@ -79,13 +84,7 @@ class LLM:
         params = per_request("sampling_params", _or_default(sampling_params), len(todo))
         salts = per_request("cache_salt", cache_salt, len(todo))
         priorities = per_request("priority", priority, len(todo))
-
-        def add(index: int, request_id: str) -> None:
-            self.engine.add_request(
-                request_id, todo[index], params[index], cache_salt=salts[index], priority=priorities[index]
-            )
-
-        return self._run(len(todo), add)
+        return self._run(list(zip(todo, params, salts, priorities, strict=True)), self._add)
 
     def chat(
         self,
@@ -105,13 +104,8 @@ class LLM:
         params = per_request("sampling_params", _or_default(sampling_params), len(todo))
         salts = per_request("cache_salt", cache_salt, len(todo))
         priorities = per_request("priority", priority, len(todo))
-
-        def add(index: int, request_id: str) -> None:
-            self._add_chat(
-                request_id, todo[index], params[index], salts[index], priorities[index], tools, add_generation_prompt
-            )
-
-        return self._run(len(todo), add)
+        add = partial(self._add_chat, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self._run(list(zip(todo, params, salts, priorities, strict=True)), add)
 
     def stream(
         self,
@@ -125,23 +119,24 @@ class LLM:
     ) -> Generator[StepOutput, None, None]:
         """Generate for one prompt or conversation, token by token. The last StepOutput holds the whole, in `output`.
 
-        The request begins when the first StepOutput is asked for; closing the generator early aborts it.
+        With n > 1, `index` says which sequence gained something. The request begins when the first StepOutput is asked
+        for; closing the generator early aborts it.
         """
         received: deque[StepOutput] = deque()
-        request_id = self._open(received.append)
         params = SamplingParams() if sampling_params is None else sampling_params
+        request_ids: list[str] = []
+        add: _Add = self._add
+        if is_conversation(prompt):
+            add = partial(self._add_chat, tools=tools, add_generation_prompt=add_generation_prompt)
         try:
             with held_interrupts():
-                if is_conversation(prompt):
-                    self._add_chat(request_id, prompt, params, cache_salt, priority, tools, add_generation_prompt)  # type: ignore[arg-type]
-                else:
-                    self.engine.add_request(request_id, prompt, params, cache_salt=cache_salt, priority=priority)  # type: ignore[arg-type]
-            while request_id in self._receivers or received:
+                add(prompt, params, cache_salt, priority, receive=received.append, request_ids=request_ids)
+            while received or not self._receivers.keys().isdisjoint(request_ids):
                 while not received:
                     self._step()
                 yield received.popleft()
         finally:
-            self._close([request_id])
+            self._close(request_ids)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget everything cached. False, and no effect, while requests hold blocks, unless preempted first."""
@@ -153,51 +148,88 @@ class LLM:
 
     # -- the requests of this object in the engine ---------------------------------------------------------------------
 
-    def _run(self, count: int, add: Callable[[int, str], None]) -> list[RequestOutput]:
-        outputs: dict[str, RequestOutput] = {}
+    def _run(self, todo: Sequence[tuple[Any, ...]], add: _Add) -> list[RequestOutput]:
+        """todo: the positional arguments of `add` for each prompt."""
+        outputs: dict[int, RequestOutput] = {}
 
-        def receive(step: StepOutput) -> None:
+        def receive(index: int, step: StepOutput) -> None:
             if step.output is not None:
-                outputs[step.request_id] = step.output
+                outputs[index] = step.output
 
         request_ids: list[str] = []
         try:
-            for index in range(count):
+            for index, arguments in enumerate(todo):
                 try:
                     with held_interrupts():
-                        request_ids.append(self._open(receive))
-                        add(index, request_ids[-1])
+                        add(*arguments, receive=partial(receive, index), request_ids=request_ids)
                 except AnaphoraError as error:
-                    if count > 1:
-                        error.add_note(f"in prompt {index} of {count}")
+                    if len(todo) > 1:
+                        error.add_note(f"in prompt {index} of {len(todo)}")
                     raise
-            while len(outputs) < count:
+            while len(outputs) < len(todo):
                 self._step()
         finally:
             self._close(request_ids)
-        return [outputs[request_id] for request_id in request_ids]
+        return [outputs[index] for index in range(len(todo))]
 
     def _add_chat(
         self,
-        request_id: str,
         messages: Sequence[Message],
         params: SamplingParams,
         cache_salt: str | None,
         priority: int,
+        *,
         tools: Sequence[Any] | None,
         add_generation_prompt: bool,
+        receive: Callable[[StepOutput], None],
+        request_ids: list[str],
     ) -> None:
         arrival_s = self.engine.clock()  # rendering is part of the time to the first token
         text = render_chat(self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        self.engine.add_request(
-            request_id,
+        self._add(
             text,
             params,
-            cache_salt=cache_salt,
-            priority=priority,
+            cache_salt,
+            priority,
+            receive=receive,
+            request_ids=request_ids,
             arrival_s=arrival_s,
             add_special_tokens=False,
         )
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None,
+        priority: int,
+        *,
+        receive: Callable[[StepOutput], None],
+        request_ids: list[str],
+        arrival_s: float | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        """Queue the n requests of one prompt. Their ids are in request_ids afterwards, also where one was refused."""
+        arrival_s = self.engine.clock() if arrival_s is None else arrival_s
+        choices = params.choices() if isinstance(params, SamplingParams) else [params]  # what is none is refused below
+        gathered = Choices(len(choices), prompt)
+
+        def receive_choice(index: int, step: StepOutput) -> None:
+            receive(gathered.add(index, step))
+
+        if len(choices) > 1:  # text becomes tokens once
+            prompt = self.engine.encode(prompt, add_special_tokens=add_special_tokens)
+        for index, choice in enumerate(choices):
+            request_ids.append(self._open(partial(receive_choice, index)))
+            self.engine.add_request(
+                request_ids[-1],
+                prompt,
+                choice,
+                cache_salt=cache_salt,
+                priority=priority,
+                arrival_s=arrival_s,
+                add_special_tokens=add_special_tokens,
+            )
 
     def _open(self, receive: Callable[[StepOutput], None]) -> str:
         request_id = f"llm-{self._num_requests}"

@@ -74,6 +74,10 @@ class EngineOptions:
     ]
     dtype: Annotated[str, _engine(help=f"Of weights and K/V: {', '.join(DTYPES)}.")] = _ENGINE["dtype"]
     device: Annotated[str | None, _engine(help="Torch device; without it the CPU.")] = _ENGINE["device"]
+    fast_forward: Annotated[
+        bool,
+        _engine("--fast-forward/--no-fast-forward", help="Run known decoders in our own loop, or in transformers'."),
+    ] = _ENGINE["fast_forward"]
     num_threads: Annotated[int | None, _engine(help="Torch's threads; without it torch chooses.")] = _ENGINE[
         "num_threads"
     ]

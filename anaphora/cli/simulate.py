@@ -11,10 +11,13 @@ import typer
 
 from anaphora.cli import console
 from anaphora.cli.options import JsonFlag
+from anaphora.core.eviction import POLICIES
 from anaphora.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_POLICIES = ", ".join(POLICIES)
 
 
 def _timed(help: str) -> Any:
@@ -22,7 +25,7 @@ def _timed(help: str) -> Any:
 
 
 def simulate(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Files in Mooncake's JSONL format.")],
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="Files in Mooncake's JSONL format.")],
     blocks: Annotated[
         str | None, typer.Option(metavar="N,...", help="Pool sizes; without it, up to the trace's working set.")
     ] = None,
@@ -30,7 +33,7 @@ def simulate(
         str | None, typer.Option(metavar="B,...", help="Token positions in a block; without it, the trace's own.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(metavar="P,...", help="Eviction policies, `all`, or `offline` (the bound).")
+        str, typer.Option(metavar="P,...", help=f"Of {_POLICIES}; or `all` of them, or `offline` (the bound).")
     ] = "lru",
     mode: Annotated[
         str, typer.Option(help="`sequential`: one request after the other. `timed`: as they arrive, with a cost model.")
@@ -40,7 +43,7 @@ def simulate(
     ] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out and count them.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Write hit rate against capacity here (needs anaphora[plot]).")
+        Path | None, typer.Option(help="Write hit rate against capacity here (needs the `plot` extra).")
     ] = None,
     as_json: JsonFlag = False,
     overhead_ms: Annotated[float, _timed("Of every step.")] = 5.0,
@@ -51,7 +54,6 @@ def simulate(
     arrival_scale: Annotated[float, _timed("Arrival times are multiplied by this: 2 halves the load.")] = 1.0,
 ) -> None:
     """Replay traces through the real control plane without a model. The same input gives the same bytes."""
-    from anaphora.core.eviction import POLICIES
     from anaphora.sim.cost_model import CostModel
     from anaphora.sim.mooncake import read_mooncake
     from anaphora.sim.plot import check_plotting, write_plot
@@ -61,7 +63,7 @@ def simulate(
     sweep = Sweep(
         blocks=_numbers("--blocks", blocks),
         block_sizes=_numbers("--block-size", block_size),
-        policies=tuple(POLICIES) if policy == "all" else tuple(dict.fromkeys(policy.split(","))),
+        policies=_policies(policy),
         mode=mode,
         with_outputs=outputs,
         timed=TimedOptions(
@@ -85,6 +87,12 @@ def simulate(
     else:
         for document in documents:
             _show(document)
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    """`all` stands for every policy of the core, and may be one of several."""
+    names = [name for part in text.split(",") for name in (POLICIES if part == "all" else (part,))]
+    return tuple(dict.fromkeys(names))
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:

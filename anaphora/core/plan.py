@@ -89,9 +89,10 @@ class SampledToken:
 class StepResult:
     """What a step gave.
 
-    sampled: one entry for each scheduled request with `sample`, unless it failed.
+    sampled: one entry for each scheduled request with `sample`, unless it failed or is in unsampled.
     failed: request id -> what went wrong (non-finite output). K/V that these requests wrote in this
         step are worthless; the executor has wiped them.
+    unsampled: request id -> why no next token could be chosen, although its K/V are right. It ends with this error.
     prompt_logprobs: for scheduled requests that want them, the prompt tokens at positions start + 1 and on that this
         step's positions precede: up to and including start + len(token_ids), as far as the prompt goes.
     compute_s, sample_s: seconds in the forward pass and in choosing tokens.
@@ -100,5 +101,6 @@ class StepResult:
     sampled: Mapping[RequestId, SampledToken]
     failed: Mapping[RequestId, str] = field(default_factory=dict)
     prompt_logprobs: Mapping[RequestId, tuple[SampledToken, ...]] = field(default_factory=dict)
+    unsampled: Mapping[RequestId, str] = field(default_factory=dict)
     compute_s: float = 0.0
     sample_s: float = 0.0

@@ -280,7 +280,7 @@ class Scheduler:
         in_flight = self._take_in_flight(plan)
         failed = dict(result.failed)
         for request_id, entry in in_flight.items():  # a writer comes before its readers
-            if entry.sample and request_id not in result.sampled and request_id not in failed:
+            if entry.sample and not any(request_id in each for each in (result.sampled, result.unsampled, failed)):
                 failed[request_id] = "the executor gave neither a token nor an error"
             if request_id not in failed and (culprits := entry.shares_with & failed.keys()):
                 failed[request_id] = f"it shares blocks of this step with {min(culprits)}: {failed[min(culprits)]}"
@@ -292,7 +292,10 @@ class Scheduler:
                 continue
             self._count_computed(entry.request, entry.num_tokens)
             self.cache.commit(entry.staged)
-            updates.append(self._advance(entry.request, result.sampled[request_id] if entry.sample else None))
+            if request_id in result.unsampled:
+                updates.append(self._fail_request(entry.request, result.unsampled[request_id]))
+            else:
+                updates.append(self._advance(entry.request, result.sampled[request_id] if entry.sample else None))
         return updates
 
     def fail(self, plan: StepPlan, reason: str) -> list[RequestUpdate]:

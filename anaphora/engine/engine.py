@@ -21,7 +21,7 @@ from anaphora.core.scheduler import RequestUpdate, Scheduler
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
 from anaphora.engine.prompt_check import check_priority, check_sampling, check_text, check_token_ids
-from anaphora.engine.protocols import Clock, Executor, Tokenizer
+from anaphora.engine.protocols import Clock, Executor, GrammarChecker, Tokenizer
 from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError
 from anaphora.sampling_params import SamplingParams
 
@@ -33,6 +33,7 @@ class Engine:
 
     tokenizer: None takes and gives token ids only. eos_token_ids: the model's end tokens. seed: requests without a seed
     draw theirs from it, by a counter, so the same calls give the same outputs. clock: seconds; see RequestMetrics.
+    grammars: None refuses structured output.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
+        grammars: GrammarChecker | None = None,
     ) -> None:
         self.clock = clock
         self.tokenizer = tokenizer
@@ -52,6 +54,7 @@ class Engine:
         self._executor = executor
         self._eos_token_ids = eos_token_ids
         self._seed = seed
+        self._grammars = grammars
         self._num_drawn_seeds = 0
         self._live: dict[str, LiveRequest] = {}
         self._undelivered: dict[str, StepOutput] = {}  # ended in a step that an interrupt cut short
@@ -85,6 +88,19 @@ class Engine:
         """Whether a prompt of this length can ever run; the answer never changes. Raises PromptTooLongError."""
         self._scheduler.check_fits(num_prompt_tokens)
 
+    def check_grammar(self, sampling: SamplingParams) -> None:
+        """Whether the structured output that these parameters ask for can be given, if they ask for one.
+
+        Slow for a large schema that is new. `add_request` does it too; a server asks first, on another thread, which is
+        allowed for this method. Raises InvalidParameterError.
+        """
+        if not sampling.is_structured:
+            return
+        if self._grammars is None:
+            field = "regex" if sampling.json_schema is None else "json_schema"
+            raise InvalidParameterError(f"{field} needs a tokenizer and this model has none: load one (tokenizer=...)")
+        self._grammars.check(sampling)
+
     # -- requests come and go ------------------------------------------------------------------------------------------
 
     def add_request(
@@ -114,10 +130,11 @@ class Engine:
         if request_id in self._live or request_id in self._undelivered:
             raise DuplicateRequestError(f"request {request_id!r} is alive already; choose another id")
         sampling = check_sampling(sampling, self.vocab_size, has_tokenizer=self.tokenizer is not None)
+        self.check_grammar(sampling)
         draws_seed = sampling.seed is None
         request = Request(
             request_id,
-            check_token_ids(self._encode(prompt, add_special_tokens), self.vocab_size),
+            check_token_ids(self.encode(prompt, add_special_tokens=add_special_tokens), self.vocab_size),
             sampling,
             seed=self._next_seed() if sampling.seed is None else sampling.seed,
             priority=check_priority(priority),
@@ -265,7 +282,8 @@ class Engine:
         stats = self._scheduler.stats()
         return EngineStats(stats.counters, stats.gauges, EngineTimes(**self._times))
 
-    def _encode(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Sequence[int]:
+        """The token ids of a text prompt; token ids as they are. Raises InvalidParameterError."""
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:

@@ -44,7 +44,7 @@ class LiveRequest:
         self._logprobs: list[dict[int, Logprob]] | None = None if sampling.logprobs is None else []
         self._prompt_logprobs: PromptLogprobs | None = None if sampling.prompt_logprobs is None else [None]
         self._gave_prompt_logprobs = False
-        self._decoded_prompt_tokens: dict[int, str] = {}  # a prompt is long, and its likeliest tokens are often the same
+        self._decoded_prompt_tokens: dict[int, str] = {}  # a prompt is long and repeats itself
 
     @property
     def matched_stop(self) -> str | None:

@@ -63,6 +63,9 @@ class CompletionOutput:
 class RequestOutput:
     """One request after a step. `num_cached_tokens` is the hit at first admission and never changes after.
 
+    With n > 1 (`api.LLM`) there are n outputs; hit, queue and time to the first token are those of the first one, as
+    the others find what it computes; e2e_s is the last one's, and preemptions and computed tokens are summed.
+
     prompt_logprobs: as CompletionOutput.logprobs, one entry for each prompt token; the first is None, as nothing
         precedes it. Shorter than the prompt if the request ended (abort, error) before all was computed.
     """
@@ -87,6 +90,7 @@ class StepOutput:
     logprobs: one dict a new token, as in CompletionOutput; None unless asked for.
     prompt_logprobs: as in RequestOutput, in the first StepOutput only.
     output: the whole request, in its last StepOutput only; None before.
+    index: which of n sequences gained it.
     """
 
     request_id: str
@@ -95,6 +99,7 @@ class StepOutput:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     output: RequestOutput | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    index: int = 0
 
     @property
     def finished(self) -> bool:

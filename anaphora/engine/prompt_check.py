@@ -58,6 +58,11 @@ def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) ->
     """Raises InvalidParameterError for what only the model can tell: token ids it has not, text without a tokenizer."""
     if not isinstance(sampling, SamplingParams):
         raise InvalidParameterError(f"sampling parameters must be SamplingParams, got {type(sampling).__name__}")
+    if sampling.n > 1:
+        raise InvalidParameterError(
+            f"the step engine gives one sequence a request, got n={sampling.n}: add one request for each of "
+            "sampling.choices(), or use LLM.generate"
+        )
     for name, token_ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         if token_ids and max(token_ids) >= vocab_size:
             raise InvalidParameterError(

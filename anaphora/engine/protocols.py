@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from anaphora.core.plan import StepPlan, StepResult
+from anaphora.sampling_params import SamplingParams
 
 Clock = Callable[[], float]
 """Seconds from any fixed origin; `time.perf_counter` outside tests."""
@@ -20,6 +21,14 @@ class Executor(Protocol):
     vocab_size: int
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class GrammarChecker(Protocol):
+    """Knows which grammars an executor can follow. May be called from any thread."""
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises InvalidParameterError if what a structured output must look like cannot be followed."""
+        ...
 
 
 class Tokenizer(Protocol):

@@ -1,51 +1,29 @@
 """The torch executor: a plan in, a forward pass, a result out.
 
-Knows requests only as far as plans tell: a block-table row, sampling parameters and, where penalties ask for it,
-token counts. What a step costs does not grow with a request's history, attention excepted.
+Knows requests only as far as plans tell: a block-table row, and how their tokens are chosen. What a step costs does
+not grow with a request's history, attention excepted.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from anaphora.core.ids import RequestId, TokenId
+from anaphora.core.ids import RequestId
 from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.runtime.architecture import check_agreement, check_context, inspect_model
 from anaphora.runtime.attention import PagedContext
-from anaphora.runtime.forward import PagedForward
+from anaphora.runtime.fast_forward import make_forward
+from anaphora.runtime.grammar import GrammarError, GrammarFactory
 from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
-from anaphora.runtime.sampler import SamplingRow, TokenCounts, report, sample
-from anaphora.sampling_params import SamplingParams
+from anaphora.runtime.request_state import RequestState
+from anaphora.runtime.sampler import SamplingRow, report, sample
 
 # Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.
 SCORED_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """One admitted request.
-
-    counts: None unless its sampling looks at earlier tokens. prompt: its tokens, unless nobody wants their logprobs.
-    end_token_ids: not to be chosen before position may_end_at.
-    """
-
-    row: int
-    sampling: SamplingParams
-    seed: int
-    counts: TokenCounts | None
-    prompt: tuple[TokenId, ...] | None
-    end_token_ids: frozenset[int]
-    may_end_at: int
-
-    def row_at(self, position: int) -> SamplingRow:
-        """How its token at this position is chosen."""
-        banned = self.end_token_ids if position < self.may_end_at else ()
-        return SamplingRow(self.sampling, self.seed, position, self.counts, banned)
 
 
 class TorchExecutor:
@@ -53,6 +31,8 @@ class TorchExecutor:
 
     num_blocks: usable blocks and the null block. max_num_seqs: most requests admitted at once.
     dtype: of the pool. device: of the module and the pool.
+    fast_forward: run decoders of a known structure without the library's layers; the results are the same.
+    grammars: for structured output; None has none.
 
     The module's forward is used as it is; its settings are untouched between calls.
     Raises UnsupportedModelError.
@@ -68,6 +48,8 @@ class TorchExecutor:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        fast_forward: bool = True,
+        grammars: GrammarFactory | None = None,
     ) -> None:
         device = torch.device(device)
         module.train(False)
@@ -79,8 +61,9 @@ class TorchExecutor:
             self._layout.shapes, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
         )
         self._tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
-        self._forward = PagedForward(module)
-        self._requests: dict[RequestId, _Request] = {}
+        self._forward = make_forward(module, self._layout, fast=fast_forward)
+        self._grammars = grammars
+        self._requests: dict[RequestId, RequestState] = {}
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -113,7 +96,7 @@ class TorchExecutor:
             if len(failed) > num_failed:
                 self._add_readers(failed, rows, inputs)
             computed = time.perf_counter()
-            sampled = self._sample(plan.scheduled, states, inputs, logits, failed)
+            sampled, unsampled = self._sample(plan.scheduled, states, inputs, logits, failed)
             done = time.perf_counter()
         except BaseException:
             self.cache.wipe(inputs.slot_mapping)
@@ -124,26 +107,16 @@ class TorchExecutor:
         return StepResult(
             sampled=sampled,
             failed={plan.scheduled[i].request_id: reason for i, reason in failed.items()},
+            unsampled=unsampled,
             compute_s=computed - begin,
             sample_s=done - computed,
             prompt_logprobs={plan.scheduled[i].request_id: tuple(tokens) for i, tokens in scores.items()},
         )
 
     def _admit(self, admission: Admission) -> None:
-        counts = None
-        if admission.sampling.needs_history:
-            counts = TokenCounts(self.vocab_size, admission.num_prompt_tokens, self._tables.ids.device)
-            counts.extend(0, admission.token_ids)
-        sampling, num_prompt_tokens = admission.sampling, admission.num_prompt_tokens
-        self._requests[admission.request_id] = _Request(
-            row=self._tables.take_row(),
-            sampling=sampling,
-            seed=admission.seed,
-            counts=counts,
-            prompt=None if sampling.prompt_logprobs is None else admission.token_ids[:num_prompt_tokens],
-            end_token_ids=admission.end_token_ids,
-            may_end_at=num_prompt_tokens + sampling.min_tokens,
-        )
+        row = self._tables.take_row()
+        device = self._tables.ids.device
+        self._requests[admission.request_id] = RequestState(admission, row, self.vocab_size, device, self._grammars)
 
     def _find_failed(
         self,
@@ -185,7 +158,7 @@ class TorchExecutor:
     def _score(
         self,
         scheduled: tuple[ScheduledRequest, ...],
-        states: list[_Request],
+        states: list[RequestState],
         inputs: StepInputs,
         hidden: torch.Tensor | None,
         failed: dict[int, str],
@@ -212,19 +185,27 @@ class TorchExecutor:
     def _sample(
         self,
         scheduled: tuple[ScheduledRequest, ...],
-        states: list[_Request],
+        states: list[RequestState],
         inputs: StepInputs,
         logits: torch.Tensor,
         failed: dict[int, str],
-    ) -> dict[RequestId, SampledToken]:
+    ) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
+        """What StepResult.sampled and unsampled say."""
         for request, state in zip(scheduled, states, strict=True):
-            if state.counts is not None:
-                state.counts.extend(request.start, request.token_ids)
-        chosen = [i for i in inputs.sampled if i not in failed]
-        if not chosen:
-            return {}
-        if len(chosen) < len(inputs.sampled):
-            logits = logits[[i not in failed for i in inputs.sampled]]
-        sampling_rows = [states[i].row_at(scheduled[i].start + len(scheduled[i].token_ids)) for i in chosen]
-        tokens = sample(logits, sampling_rows)
-        return {scheduled[i].request_id: token for i, token in zip(chosen, tokens, strict=True)}
+            state.extend(request.start, request.token_ids)
+        sampling_rows: dict[int, SamplingRow] = {}
+        unsampled: dict[RequestId, str] = {}
+        for i in inputs.sampled:
+            if i not in failed:
+                request = scheduled[i]
+                try:
+                    sampling_rows[i] = states[i].row_at(request.start + len(request.token_ids))
+                except GrammarError as error:
+                    unsampled[request.request_id] = str(error)
+        if not sampling_rows:
+            return {}, unsampled
+        if len(sampling_rows) < len(inputs.sampled):
+            logits = logits[[i in sampling_rows for i in inputs.sampled]]
+        tokens = sample(logits, list(sampling_rows.values()))
+        sampled = {scheduled[i].request_id: token for i, token in zip(sampling_rows, tokens, strict=True)}
+        return sampled, unsampled

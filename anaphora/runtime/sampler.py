@@ -3,7 +3,8 @@
 Knows logits and sampling parameters; knows nothing of plans, blocks and models. Order of operations on a row:
 
     raw logits (float32) -> logprobs and ranks
-      -> repetition, presence, frequency penalty -> logit bias -> banned tokens -> greedy: the largest, lowest id among equals
+      -> repetition, presence, frequency penalty -> logit bias -> banned tokens
+      -> greedy: the largest, lowest id among equals
       -> temperature -> min-p -> top-k -> top-p -> draw
 
 Filters keep tokens likeliest first, lowest id first among equals. The draw is an inverse CDF in token order over what
@@ -61,7 +62,7 @@ class SamplingRow:
     """How one row of logits becomes a token.
 
     position: of the token to choose. counts: None without penalties. banned: token ids that are not to be chosen,
-    while there is another one.
+    while there is another one. allowed: [vocab] bool on the CPU, the tokens that may be chosen; None: all.
     """
 
     params: SamplingParams
@@ -69,6 +70,7 @@ class SamplingRow:
     position: int
     counts: TokenCounts | None = None
     banned: Collection[int] = ()
+    allowed: torch.Tensor | None = None
 
 
 def uniform(seed: int, position: int) -> float:
@@ -101,7 +103,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
 
 def _adjust(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Penalties, then bias, then bans. Returns `raw` itself if no row wants any."""
-    if not any(row.counts is not None or row.params.logit_bias or row.banned for row in rows):
+    if not any(
+        row.counts is not None or row.params.logit_bias or row.banned or row.allowed is not None for row in rows
+    ):
         return raw
     adjusted = raw.clone()
     for line, row in zip(adjusted, rows, strict=True):
@@ -117,6 +121,8 @@ def _adjust(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
             line[ids] += torch.tensor(list(params.logit_bias.values()), dtype=line.dtype, device=line.device)
         if row.banned:
             line[torch.tensor(list(row.banned), dtype=torch.int64, device=line.device)] = LOWEST
+        if row.allowed is not None:
+            line.masked_fill_(~row.allowed.to(line.device), LOWEST)
     return adjusted
 
 
@@ -173,7 +179,7 @@ def _sorted_descending(scores: torch.Tensor) -> torch.Tensor:
 
 
 def report(raw: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[SampledToken]:
-    """Tokens with raw logprob, rank and the num_top likeliest tokens of their row, from raw float32 logits [n, vocab]."""
+    """Tokens with raw logprob, rank and the num_top likeliest ones of their row, from raw float32 logits [n, vocab]."""
     total = raw.logsumexp(dim=-1, keepdim=True)
     chosen = raw.gather(1, torch.tensor(tokens, dtype=torch.int64, device=raw.device).unsqueeze(1))
     logprobs = (chosen - total)[:, 0].tolist()

@@ -54,10 +54,13 @@ async def prepare_chat(service: Service, body: bytes, arrival: Arrival) -> ChatJ
     wanted = _max_tokens(fields)
     # The values are checked before anything is rendered; the default of max_tokens is known after.
     params = sampling_params(
-        fields, service.config, max_tokens=wanted or 1, logprobs=_num_logprobs(fields), names=_NAMES
+        fields,
+        service.config,
+        max_tokens=max(1, fields.min_tokens or 0) if wanted is None else wanted,
+        logprobs=_num_logprobs(fields),
+        prompt_logprobs=fields.prompt_logprobs,
+        names=_NAMES,
     )
-    if wanted == 0:
-        raise invalid("max_tokens", "max_tokens must be an integer >= 1, got 0")
 
     def work() -> list[int]:
         return service.text.prompt_ids(service.render(fields), add_special_tokens=False)

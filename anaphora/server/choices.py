@@ -17,7 +17,7 @@ from anaphora.server.fields import ChoiceFields
 from anaphora.server.generation import Arrival, Job
 from anaphora.server.sampling import check_n, check_salt, choices_of
 from anaphora.server.service import Service
-from anaphora.server.shapes import timing, usage_of
+from anaphora.server.shapes import prompt_logprobs, timing, usage_of
 
 
 class ChoicesJob(Job):
@@ -79,10 +79,14 @@ class ChoicesJob(Job):
                 choice["token_ids"] = list(completion.token_ids)
                 if not self.top_prompt_ids:
                     choice["prompt_token_ids"] = list(output.prompt_token_ids)
+            if self.fields.prompt_logprobs is not None and not self.top_prompt_ids:
+                choice["prompt_logprobs"] = prompt_logprobs(output)
             choices.append(choice)
         reply = {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(outputs, self.n)}
         if self.fields.return_token_ids and self.top_prompt_ids:
             reply["prompt_token_ids"] = list(self.prompts[0])
+        if self.fields.prompt_logprobs is not None and self.top_prompt_ids:
+            reply["prompt_logprobs"] = prompt_logprobs(outputs[0])
         return reply
 
     def step_events(self, index: int, step: StepOutput) -> Iterable[bytes]:
@@ -121,5 +125,7 @@ def check_choice_fields(fields: ChoiceFields) -> None:
         raise invalid("stream_options", "stream_options needs stream: true")
     if fields.stream_options is not None and fields.stream_options.continuous_usage_stats:
         raise unsupported("stream_options.continuous_usage_stats", "usage comes in the last chunk only")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise unsupported("prompt_logprobs", "the prompt's log-probabilities do not come in a stream: leave stream out")
     if fields.response_format not in (None, {"type": "text"}):
         raise unsupported("response_format", "this server generates plain text only: {'type': 'text'}")

@@ -20,7 +20,10 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionJob(ChoicesJob):
-    """echoes: the text of each prompt, to stand before its outputs; empty strings if nothing is to."""
+    """echoes: the text of each prompt, to stand before its outputs; empty strings if nothing is to.
+
+    first_tokens: each prompt's first token as text, if the prompts' log-probabilities stand before the outputs' too.
+    """
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -35,20 +38,26 @@ class CompletionJob(ChoicesJob):
         arrival: Arrival,
         prompts: Sequence[Sequence[int]],
         echoes: Sequence[str],
+        first_tokens: Sequence[str],
         params: SamplingParams,
     ) -> None:
         super().__init__(service, fields, arrival, prompts, params)
         self.names = {}
         self._echoes = echoes
+        self._first_tokens = first_tokens
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
 
     def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
         completion, echo = output.outputs[0], self._echoes[index // self.n]
-        return {
-            "text": echo + completion.text,
-            "logprobs": self._logprobs(completion.logprobs or (), offset=len(echo)),
-        }
+        steps = completion.logprobs or []
+        if self._first_tokens:
+            first = self._first_tokens[index // self.n]
+            scored = [entry for entry in output.prompt_logprobs or () if entry is not None]
+            shown = self._logprobs([*scored, *steps], first_token=first)
+        else:
+            shown = self._logprobs(steps, offset=len(echo))
+        return {"text": echo + completion.text, "logprobs": shown}
 
     def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
         echo = self._echoes[index // self.n] if is_first else ""
@@ -58,10 +67,14 @@ class CompletionJob(ChoicesJob):
             self._offsets[index] = offset + sum(map(len, shown["tokens"]))
         return {"text": echo + text, "logprobs": shown}
 
-    def _logprobs(self, steps: Sequence[Mapping[int, Logprob]], *, offset: int) -> dict[str, Any] | None:
+    def _logprobs(
+        self, steps: Sequence[Mapping[int, Logprob]], *, offset: int = 0, first_token: str | None = None
+    ) -> dict[str, Any] | None:
         if self.num_logprobs is None:
             return None
-        return completion_logprobs(steps, self.num_logprobs, as_ids=self._as_ids, offset=offset)
+        return completion_logprobs(
+            steps, self.num_logprobs, as_ids=self._as_ids, offset=offset, first_token=first_token
+        )
 
 
 async def prepare_completion(service: Service, body: bytes, arrival: Arrival) -> CompletionJob:
@@ -73,29 +86,36 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
         raise unsupported("best_of", f"best_of must equal n ({n}): this server returns every choice that it samples")
     if fields.suffix:
         raise unsupported("suffix", "this server does not insert before a suffix: leave it out")
-    if fields.echo and fields.logprobs is not None:
-        raise unsupported("echo", "echo with logprobs needs the prompt's log-probabilities, which this server lacks")
+    echoes_logprobs = bool(fields.echo) and fields.logprobs is not None
+    if echoes_logprobs and fields.stream:
+        raise unsupported("echo", "echo with logprobs does not come in a stream: leave one of the three out")
     given = prompt_list(fields.prompt, service.config)
     params = sampling_params(
         fields,
         service.config,
         max_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
         logprobs=fields.logprobs,
+        prompt_logprobs=fields.prompt_logprobs
+        if fields.prompt_logprobs is not None or not echoes_logprobs
+        else fields.logprobs,
     )
 
-    def work() -> tuple[list[list[int]], list[str]]:
+    def work() -> tuple[list[list[int]], list[str], list[str]]:
         special = fields.add_special_tokens is not False
         ids = [service.text.prompt_ids(prompt, add_special_tokens=special) for prompt in given]
         if not fields.echo:
-            return ids, [""] * len(ids)
+            return ids, [""] * len(ids), []
         hide = fields.skip_special_tokens is not False
-        return ids, [
+        echoes = [
             prompt if isinstance(prompt, str) else service.text.decode(prompt, skip_special_tokens=hide)
             for prompt in given
         ]
+        as_ids = fields.return_tokens_as_token_ids
+        firsts = [f"token_id:{one[0]}" if as_ids else service.text.decode(one[:1]) for one in ids]
+        return ids, echoes, firsts if echoes_logprobs else []
 
-    prompts, echoes = await service.on_worker("prompt", work)
-    return CompletionJob(service, fields, arrival, prompts, echoes, params)
+    prompts, echoes, first_tokens = await service.on_worker("prompt", work)
+    return CompletionJob(service, fields, arrival, prompts, echoes, first_tokens, params)
 
 
 def prompt_list(prompt: Any, config: ServerConfig) -> list[str | list[int]]:

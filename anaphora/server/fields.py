@@ -40,6 +40,7 @@ class GenerationFields(RequestFields):
     frequency_penalty: float | None = None
     logit_bias: Any = None
     seed: int | None = None
+    min_tokens: int | None = None
     stop: Any = None
     stop_token_ids: Any = None
     ignore_eos: bool | None = None
@@ -64,6 +65,7 @@ class ChoiceFields(GenerationFields):
 
     n: int | None = None
     max_tokens: int | None = None
+    prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -20,6 +20,7 @@ _SAME_NAME = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "min_tokens",
     "stop",
     "stop_token_ids",
     "ignore_eos",
@@ -34,6 +35,7 @@ def sampling_params(
     *,
     max_tokens: int,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     names: dict[str, str] | None = None,
 ) -> SamplingParams:
     """names: what this endpoint calls a field of SamplingParams, if not the same. Raises ApiError."""
@@ -42,7 +44,7 @@ def sampling_params(
     if fields.logit_bias is not None:
         values["logit_bias"] = _logit_bias(fields.logit_bias, config)
     try:
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **values)
     except InvalidParameterError as error:
         raise as_api_error(error, prompt="prompt", names=names) from None
 

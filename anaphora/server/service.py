@@ -75,7 +75,7 @@ class Service:
         """The same with max_tokens as large as the context limit, or without one the pool, leaves room for."""
         engine = self.engine.engine
         limit = engine.max_model_len or engine.num_blocks * engine.block_size + 1
-        return replace(params, max_tokens=max(1, limit - num_prompt_tokens))
+        return replace(params, max_tokens=max(1, params.min_tokens, limit - num_prompt_tokens))
 
     def render(self, fields: ConversationFields, *, default_generation_prompt: bool = True) -> str:
         """A conversation as text. Slow: for a worker thread. Raises ApiError, RequestError."""

@@ -55,13 +55,25 @@ def token_text(token_id: int, entry: Logprob, *, as_id: bool = False) -> str:
 
 
 def completion_logprobs(
-    steps: Sequence[Mapping[int, Logprob]], num_top: int, *, as_ids: bool, offset: int = 0
+    steps: Sequence[Mapping[int, Logprob]],
+    num_top: int,
+    *,
+    as_ids: bool,
+    offset: int = 0,
+    first_token: str | None = None,
 ) -> dict[str, Any]:
     """OpenAI's legacy shape: four lists, one entry a token. offset: of the first token in the text.
 
+    first_token: a token before the others that nothing precedes, so that it has no log-probability.
+
     Two likely tokens may decode to the same text (bytes that are no character): then all but the first are named by id.
     """
-    tokens, chosen, tops, offsets = [], [], [], []
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    if first_token is not None:
+        tokens, chosen, tops, offsets, offset = [first_token], [None], [None], [offset], offset + len(first_token)
     for step in steps:
         (token_id, entry), *_ = step.items()
         text = token_text(token_id, entry, as_id=as_ids)
@@ -90,6 +102,19 @@ def chat_logprobs(steps: Sequence[Mapping[int, Logprob]], num_top: int, *, as_id
         ]
         content.append({**_chat_entry(token_id, entry, as_ids), "top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """vLLM's shape: for each prompt token null (the first) or token id -> logprob, rank, decoded_token."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token_id): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token_id, one in entry.items()
+        }
+        for entry in output.prompt_logprobs or ()
+    ]
 
 
 def _chat_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:

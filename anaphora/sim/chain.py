@@ -19,7 +19,11 @@ class TraceChain(BlockChain):
     __slots__ = ()
 
     def __init__(self, block_ids: list[int], block_size: int) -> None:
-        super().__init__(b"", block_size)
+        # Not super().__init__: it prepares for hashing, which takes longer than all that a replay does with a chain.
+        self.root = b""
+        self.block_size = block_size
+        self.token_ids = array("I")
+        self.extra_keys = {}
         self.hashes = cast("list[BlockHash]", block_ids)
         self.contents = cast("list[bytes]", block_ids)
 

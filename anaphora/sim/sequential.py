@@ -88,7 +88,7 @@ def replay_sequential(
         if number % _PROGRESS_EVERY == 0:
             progress(_PROGRESS_EVERY)
         # The last output token is never computed on, so it takes no room.
-        num_known = traced.input_length + (max(traced.output_length - 1, 0) if with_outputs else 0)
+        num_known = traced.input_length + max(traced.output_length - 1, 0) * with_outputs
         if cdiv(num_known, block_size) > num_blocks:
             num_refused += 1
             if hits is not None:
@@ -98,7 +98,8 @@ def replay_sequential(
         request.chain = TraceChain(trace.block_ids(traced, block_size), block_size)
         hit = cache.look_up(request)
         cache.admit(request, hit)
-        cache.grow(request, num_known)
+        if with_outputs:
+            cache.grow(request, num_known)
         cache.commit(cache.stage(request, traced.input_length))
         cache.free(request)
         num_prompt_tokens += traced.input_length

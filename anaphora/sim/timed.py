@@ -192,7 +192,8 @@ def replay_timed(
     replay = _Replay(trace, _TraceCacheManager(num_blocks, block_size, policy), options or TimedOptions())
     while replay.num_arrived < len(trace.requests) or replay.scheduler.has_unfinished:
         progress(replay.let_arrive())
-        if not replay.step() and replay.num_arrived < len(trace.requests):
+        if not replay.step() and (replay.num_arrived < len(trace.requests) or replay.scheduler.has_unfinished):
+            assert replay.num_arrived < len(trace.requests), "requests wait and none can run: a bug in the scheduler"
             replay.now_s = max(replay.now_s, replay.arrival_s(replay.num_arrived))
     return TimedResult(
         tuple(replay.times.values()),

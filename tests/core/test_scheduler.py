@@ -6,7 +6,8 @@ import pytest
 from core_plans import summary, tables
 from core_world import World
 
-from anaphora.core import CacheManager, Request, Scheduler
+from anaphora.core import CacheManager, Request, SampledToken, Scheduler, StepResult
+from anaphora.core.ids import RequestId, TokenId
 from anaphora.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -63,6 +64,21 @@ def test_no_end_token_ends_a_request_before_min_tokens_and_the_executor_knows_wh
     stop = world.add("stop", [1], max_tokens=9, min_tokens=2, stop=ends["stop"])
     world.run()
     assert (stop.output_token_ids, stop.stop_reason) == ([10_001, 10_002, 10_003], 10_003)
+
+
+def test_a_request_without_a_next_token_ends_alone_and_what_it_computed_stays() -> None:
+    scheduler = Scheduler(CacheManager(8, 4))
+    for name in ("a", "b"):
+        scheduler.add(Request(name, range(10), SamplingParams(max_tokens=2)))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert summary(plan) == [("a", 0, 10), ("b", 8, 2)]
+    a, b = scheduler.update(plan, StepResult({RequestId("b"): SampledToken(TokenId(7))}, unsampled={"a": "no way on"}))
+    assert (a.finish_reason, a.error, a.token) == ("error", "no way on", None)
+    assert (b.finish_reason, b.error) == (None, None)
+    stats = scheduler.stats()
+    assert (stats.counters.num_failed_requests, stats.counters.num_committed_blocks) == (1, 2)
+    assert stats.counters.num_computed_tokens == 12
 
 
 # -- the budget --------------------------------------------------------------------------------------------------------

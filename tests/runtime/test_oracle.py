@@ -79,11 +79,14 @@ def run(llm: LLM, seed: int, abort: bool = False) -> list[RequestOutput]:
     return [output for output in outputs if not output.request_id.startswith("x")]
 
 
+@pytest.mark.parametrize("fast_forward", [True, False])
 @pytest.mark.parametrize(
     ("budget", "caching", "num_blocks"),
     [*itertools.product((7, 16, 17, 512), (True, False), (256,)), *itertools.product((16, 512), (True, False), (20,))],
 )
-def test_every_output_is_what_transformers_gives(reference, module, budget, caching, num_blocks) -> None:  # type: ignore[no-untyped-def]
+def test_every_output_is_what_transformers_gives(  # type: ignore[no-untyped-def]
+    reference, module, budget, caching, num_blocks, fast_forward
+) -> None:
     llm = LLM(
         module,
         num_blocks=num_blocks,
@@ -91,6 +94,7 @@ def test_every_output_is_what_transformers_gives(reference, module, budget, cach
         max_num_seqs=8,
         enable_prefix_caching=caching,
         dtype="float32",
+        fast_forward=fast_forward,
     )
     outputs = run(llm, seed=budget)
     assert len(outputs) == 24

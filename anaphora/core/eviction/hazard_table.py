@@ -16,6 +16,7 @@ the reuses that a block earns for the room that it takes, given up at the best m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 NUM_AGES = 23
 HORIZON = 2048
@@ -40,7 +41,7 @@ _WIDTHS = tuple(stop - start for start, stop in zip(_STARTS, (*_STARTS[1:], 2 * 
 
 
 class HazardTable:
-    """Counts of lives by class and age. O(1) a life; `indices` costs O(classes * ages**2)."""
+    """Counts of lives by class and age. O(1) a life; `indices` costs O(classes * ages**2) at worst."""
 
     def __init__(self, num_classes: int, decay: float) -> None:
         """decay: what a count is worth after each `indices`, so that old traffic is forgotten; in (0, 1]."""
@@ -104,6 +105,9 @@ def _hazards(
 
 
 def _gittins(hazards: Sequence[float]) -> list[float]:
+    """The sum of what later ages add is no better than the best of them: stop where that cannot raise the ratio."""
+    rates = [hazard / (width * (1 - hazard / 2)) for hazard, width in zip(hazards, _WIDTHS, strict=True)]
+    best_later = [*list(accumulate(reversed(rates), max))[::-1][1:], 0.0]
     indices = []
     for age in range(NUM_AGES):
         best = gain = time = 0.0
@@ -113,6 +117,9 @@ def _gittins(hazards: Sequence[float]) -> list[float]:
             time += _WIDTHS[later] * (left - reused / 2)
             gain += reused
             left -= reused
-            best = max(best, gain / time)
+            if gain > best * time:
+                best = gain / time
+            if best_later[later] <= best:
+                break
         indices.append(best)
     return indices

@@ -168,7 +168,7 @@ class LearntHazard(LeafPolicy):
         A leaf may come in behind a younger one, when its last child goes; then it waits for that one to move.
         """
         cells, cell_of, now, all_ticks = self._cells, self._cell_of, self._tick, self._ticks
-        for cell in sorted(self._non_empty_cells(), reverse=True):
+        for cell in self._non_empty_cells():
             leaves, age = cells[cell], cell % NUM_AGES
             while leaves:
                 block = next(iter(leaves))

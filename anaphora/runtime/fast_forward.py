@@ -1,0 +1,184 @@
+"""The forward pass of a decoder that `anaphora.runtime.decoder` recognises, and the proof that it is the module's own.
+
+Knows both ways to run a step, and chooses; knows nothing of plans. Whatever the module's owner does to it later that
+our loop would not do (a hook on a submodule, a submodule or forward replaced) sends that call the library's way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
+
+from anaphora.core.ids import BlockId, RequestId, TokenId
+from anaphora.core.plan import ScheduledRequest
+from anaphora.runtime.architecture import ModelLayout
+from anaphora.runtime.attention import AttentionContext, PagedContext
+from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project, recognise
+from anaphora.runtime.forward import PagedForward
+from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
+from anaphora.runtime.kv_cache import KVCache
+
+_logger = logging.getLogger(__name__)
+
+# Largest error of one part that still counts as rounding, relative to what the part gives or adds: in units of the
+# last place of its dtype, and the order of sums in float32. Each part is given what the module's own part got, so
+# errors do not add up.
+TOLERANCE_ULPS = 8.0
+TOLERANCE = 2e-5
+
+
+class Forward(Protocol):
+    """One step of a causal LM over a packed batch: see PagedForward."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class FastForward:
+    """Runs a recognised decoder layer by layer; the same interface as PagedForward, which it falls back on."""
+
+    def __init__(self, module: PreTrainedModel, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._library = PagedForward(module)
+        modules = list(module.modules())
+        self._hooks: list[Any] = [part._forward_hooks for part in modules]
+        self._hooks += [part._forward_pre_hooks for part in modules]
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._attributes = [vars(part) for part in modules]
+        self._children = [(part._modules, name, child) for part in modules for name, child in part._modules.items()]
+
+    def __call__(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._is_changed():
+            return self._library(input_ids, position_ids, keep, context)
+        decoder = self._decoder
+        hidden = decoder.embed(input_ids[0])
+        rotations = decoder.rotations(hidden, position_ids)
+        for layer in decoder.layers:
+            hidden = decoder.run_layer(layer, hidden, rotations, context)
+        hidden = normalise(hidden, decoder.norm)
+        return project(hidden.index_select(0, keep), decoder.head), hidden
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See PagedForward."""
+        return self._library.head(hidden)
+
+    def _is_changed(self) -> bool:
+        """Whether the module does something that the loop does not: a hook, a replaced forward or submodule."""
+        return (
+            any(self._hooks)
+            or any("forward" in attributes for attributes in self._attributes)
+            or any(children.get(name) is not child for children, name, child in self._children)
+        )
+
+
+def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) -> Forward:
+    """The fastest forward that is exact for this module; `fast` False takes the library's without a look."""
+    if not fast:
+        return PagedForward(module)
+    try:
+        decoder = recognise(module)
+        _check(module, layout, decoder)
+    except (NotRecognisedError, TypeError, AttributeError, RuntimeError) as difference:
+        _logger.info("%s runs through transformers' own layers, which is slower: %s", type(module).__name__, difference)
+        return PagedForward(module)
+    return FastForward(module, decoder)
+
+
+@torch.inference_mode()
+def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> None:
+    """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
+
+    One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
+    used. Each part is given what the module's own part got.
+    """
+    block_size, lengths = 4, (23, 18)
+    generator = torch.Generator().manual_seed(1)
+    first, second = (
+        [TokenId(token) for token in torch.randint(layout.vocab_size, (n,), generator=generator).tolist()]
+        for n in lengths
+    )
+    tables = BlockTables(2, 24, block_size, module.device)
+    blocks = [BlockId(1 + block) for block in torch.randperm(12, generator=generator).tolist()]
+    tables.append([(0, blocks[:6]), (1, blocks[6:])])
+    own, ours = (
+        KVCache(layout.shapes, num_blocks=13, block_size=block_size, dtype=layout.dtype, device=module.device)
+        for _ in range(2)
+    )
+    for scheduled, rows in (
+        ([_request(0, first[:11])], [0]),
+        ([_request(11, first[11:22]), _request(0, second[:17])], [0, 1]),
+        ([_request(22, first[22:]), _request(17, second[17:])], [0, 1]),
+    ):
+        inputs = build_inputs(scheduled, rows, tables, layout.dtype)
+        _check_step(module, layout, decoder, inputs, own, ours)
+
+
+def _check_step(
+    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, inputs: StepInputs, own: KVCache, ours: KVCache
+) -> None:
+    keep = torch.arange(inputs.input_ids.shape[1], device=module.device)
+    context = PagedContext(own, layout.layers, inputs.slot_mapping, inputs.groups)
+    states: list[torch.Tensor] = []
+    with _recording(module, states):
+        logits, final = PagedForward(module)(inputs.input_ids, inputs.position_ids, keep, context)
+    if len(states) != 2 * len(decoder.layers) or final is None:
+        raise NotRecognisedError("its layers are not called once each with hidden states first")
+    if not bool(final.isfinite().all()):
+        return  # broken by itself: nothing can be compared, and each of its requests fails
+    _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
+    rotations = decoder.rotations(states[0], inputs.position_ids)
+    context = PagedContext(ours, layout.layers, inputs.slot_mapping, inputs.groups)
+    for number, layer in enumerate(decoder.layers):
+        before, after = states[2 * number : 2 * number + 2]
+        _compare(f"layer {number}", decoder.run_layer(layer, before.clone(), rotations, context), after, before)
+    _compare("last norm", normalise(states[-1], decoder.norm), final)
+    _compare("head", project(final, decoder.head), logits)
+
+
+def _compare(part: str, got: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None = None) -> None:
+    """`before`: what a layer adds to. Sums are rounded where they are large, and what is added where it is small."""
+    if got.shape != expected.shape:
+        raise NotRecognisedError(f"its {part} gives another shape")
+    ulp = torch.finfo(expected.dtype).eps
+    got, expected = got.float(), expected.float()
+    added = expected if before is None else expected - before.float()
+    error = (got - expected).norm()
+    allowed = (TOLERANCE_ULPS * ulp + TOLERANCE) * added.norm() + ulp * expected.norm()
+    if not bool(error <= allowed):
+        raise NotRecognisedError(f"its {part} gives other results (relative error {float(error / added.norm()):.2g})")
+
+
+@contextmanager
+def _recording(module: PreTrainedModel, states: list[torch.Tensor]) -> Iterator[None]:
+    """Note what goes into each layer, and what comes out, as [T, hidden]: before, after, before, after..."""
+
+    def note(_: Any, args: tuple[Any, ...], output: Any = None) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if output is None:
+            value = args[0] if args else None
+        if isinstance(value, torch.Tensor):
+            states.append(value[0].clone())
+
+    model: Any = module
+    hooks = [layer.register_forward_pre_hook(note) for layer in model.get_decoder().layers]
+    hooks += [layer.register_forward_hook(note) for layer in model.get_decoder().layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _request(start: int, token_ids: list[TokenId]) -> ScheduledRequest:
+    return ScheduledRequest(RequestId("probe"), start, tuple(token_ids), (), sample=False)

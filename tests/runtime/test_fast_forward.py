@@ -1,0 +1,107 @@
+"""Claims: decoders are known by structure and taken only if exact; what their owner changes later has its effect."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hand_plans import admit, assert_sampled, make_executor, part, step
+from test_architecture import GPT2_SIZES, make
+from tiny_llama import ids, make_tiny_llama
+from transformers import LlamaForCausalLM
+
+from anaphora.runtime.architecture import inspect_model
+from anaphora.runtime.fast_forward import FastForward, make_forward
+from anaphora.runtime.forward import PagedForward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("config_name", "class_name", "settings"),
+    [
+        ("LlamaConfig", "LlamaForCausalLM", {}),
+        ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+        ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+        ("Qwen2Config", "Qwen2ForCausalLM", {}),
+        ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
+        ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 1]}),
+    ],
+)
+def test_the_structure_is_recognised_whatever_its_class(
+    config_name: str, class_name: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    module = make(config_name, class_name, **settings)
+    module.apply(lambda part: part.bias.data.normal_() if getattr(part, "bias", None) is not None else None)
+    module = module.to(dtype)
+    assert isinstance(make_forward(module, inspect_model(module), fast=True), FastForward)
+
+
+@pytest.mark.parametrize(
+    ("config_name", "class_name", "settings", "reason"),
+    [
+        ("GPT2Config", "GPT2LMHeadModel", GPT2_SIZES, "GPT2Model has no embed_tokens, layers, norm, rotary_emb"),
+        ("Phi3Config", "Phi3ForCausalLM", {}, "Phi3DecoderLayer has resid_attn_dropout, resid_mlp_dropout besides"),
+        ("MixtralConfig", "MixtralForCausalLM", {"sliding_window": None}, "MixtralSparseMoeBlock has no act_fn"),
+        ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 32}, "its embed_tokens is a GemmaTextScaledWordEmbedding"),
+        # the same parts, another computation: rotary over neighbours, multipliers
+        ("HeliumConfig", "HeliumForCausalLM", {"head_dim": 16}, "its layer 0 gives other results"),
+        ("GraniteConfig", "GraniteForCausalLM", {"residual_multiplier": 0.9}, "its layer 0 gives other results"),
+        ("GraniteConfig", "GraniteForCausalLM", {"embedding_multiplier": 2.0}, "its embedding gives other results"),
+        ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 2.0}, "its head gives other results"),
+        ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "its layer 1 gives other results"),
+    ],
+)
+def test_what_computes_otherwise_runs_through_the_library_and_the_log_says_why(
+    config_name: str, class_name: str, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = make(config_name, class_name, **settings)
+    with caplog.at_level(logging.INFO, "anaphora.runtime"):
+        assert isinstance(make_forward(module, inspect_model(module), fast=True), PagedForward)
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+
+
+def test_it_can_be_switched_off(tiny_llama: LlamaForCausalLM) -> None:
+    assert isinstance(make_forward(tiny_llama, inspect_model(tiny_llama), fast=False), PagedForward)
+
+
+def double_in_place(module: LlamaForCausalLM) -> None:
+    module.model.layers[1].mlp.up_proj.weight.mul_(2)
+
+
+def another_parameter(module: LlamaForCausalLM) -> None:
+    old = module.model.layers[2].self_attn.k_proj
+    old.weight = torch.nn.Parameter(old.weight.flip(0))
+
+
+def another_submodule(module: LlamaForCausalLM) -> None:
+    module.model.layers[0].self_attn.q_proj = torch.nn.Sequential(module.model.layers[0].self_attn.q_proj)
+
+
+def another_forward(module: LlamaForCausalLM) -> None:
+    module.model.layers[3].mlp.forward = lambda hidden: hidden.sin()
+
+
+def a_hook(module: LlamaForCausalLM) -> None:
+    module.model.layers[1].self_attn.o_proj.register_forward_hook(lambda part, args, output: -output)
+
+
+def a_hook_before(module: LlamaForCausalLM) -> None:
+    module.lm_head.register_forward_pre_hook(lambda part, args: (args[0].flip(-1),))
+
+
+@pytest.mark.parametrize(
+    "change", [double_in_place, another_parameter, another_submodule, another_forward, a_hook, a_hook_before]
+)
+@torch.no_grad()
+def test_what_is_done_to_the_module_later_has_its_effect(change: Any) -> None:
+    module = make_tiny_llama()
+    executor = make_executor(module)
+    a, b = ids(1, 40), ids(2, 20)
+    step(executor, part("a", 0, a, [4, 1, 3]), admitted=[admit("a", a)])
+    change(module)
+    result = step(executor, part("b", 0, b, [5, 6]), admitted=[admit("b", b)])
+    b.append(assert_sampled(module, result, "b", b))
+    assert_sampled(module, step(executor, part("b", 20, b[20:])), "b", b)

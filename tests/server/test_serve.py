@@ -1,0 +1,141 @@
+"""`anaphora serve` as a process: the ready line, the configuration file, and the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from server_world import make_tokenizer
+
+from anaphora.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+class Process:
+    """A server process; url and the words of its ready line."""
+
+    def __init__(self, *arguments: str) -> None:
+        start = "import sys; from anaphora.cli.main import main; sys.exit(main())"
+        command = [sys.executable, "-c", start, "serve", "--port", "0", "--num-threads", "1", "--dtype", "float32"]
+        self.process = subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        watch = threading.Timer(60, self.process.kill)
+        watch.start()
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline().strip()
+        watch.cancel()
+        assert self.ready, self.process.communicate()[1]
+        self.url = self.ready.partition(" at ")[2].partition(",")[0]
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what it said on stderr, after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            _, errors = self.process.communicate(timeout=30)
+        finally:
+            self.process.kill()
+        return self.process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    config = tmp_path_factory.mktemp("config") / "serve.toml"
+    config.write_text(
+        'num-blocks = 64\nblock_size = 8\nserved_model_name = "from-file"\nrequest-timeout = 20.0\n'
+        "prefix-caching = true\nmax_queue = 7\n"
+    )
+    running = Process(str(folder), "--config", str(config), "--served-model-name", "told", "--drain-timeout", "8")
+    yield running
+    running.process.kill()
+
+
+def test_the_ready_line_the_options_and_a_drain_that_ends_with_exit_0(process: Process) -> None:
+    # 4 layers, keys and values, 2 heads of 16 float32 each: 1,024 bytes a token; 64 blocks and the null block.
+    size = f"64 blocks of 8 = 512 tokens, {65 * 8 * 1024:,} bytes"
+    assert process.ready == f"ready: told at {process.url}, pool {size}"
+    client = httpx2.Client(base_url=process.url, timeout=30)
+    assert client.get("/v1/models").json()["data"][0]["id"] == "told"  # the command line is stronger than the file
+    body = {"prompt": [8, 9], "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
+    with client.stream("POST", "/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        process.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx2.TransportError):  # nobody new comes in
+            httpx2.get(process.url + "/health")
+        data = [line for line in lines if line.startswith("data: ")]
+    assert data[-1] == "data: [DONE]"  # and who was in is served to the end
+    assert json.loads(data[-2][6:])["choices"][0]["finish_reason"] == "length"
+    client.close()
+    _, errors = process.process.communicate(timeout=30)
+    assert process.process.returncode == 0, errors
+    (line,) = [line for line in errors.splitlines() if "anaphora.access" in line]
+    entry = json.loads(line[line.index("{") :])
+    assert (entry["outcome"], entry["output_tokens"], entry["cached_tokens"]) == ("finished", 400, 0)
+
+
+def test_a_drain_that_takes_too_long_ends_its_requests_and_exits_0(folder: Path) -> None:
+    running = Process(str(folder), "--num-blocks", "300", "--drain-timeout", "1")
+    body = {"prompt": [8, 9], "max_tokens": 4000, "temperature": 0, "stream": True, "n": 8, "ignore_eos": True}
+    with httpx2.stream("POST", running.url + "/v1/completions", json=body, timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        code, errors = running.end()
+        data = [line for line in lines if line]
+    assert json.loads(data[-2].removeprefix("data: "))["error"]["code"] == "shutdown"
+    assert code == 0, errors
+    assert '"outcome": "shutdown"' in errors
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("num_block = 3", "num_block"), ("num_blocks = ", "cannot be read"), ("num_blocks = 'x'", "num-blocks")],
+)
+def test_a_wrong_configuration_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    assert main(["serve", str(folder), "--config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_taken_port_and_a_missing_key_file_are_told_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from anaphora.server.run import bind
+
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        assert main(["serve", "no-such-model", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen" in capsys.readouterr().err
+    assert main(["serve", "no-such-model", "--api-key-file", str(tmp_path / "none")]) == 2
+    assert "key file" in capsys.readouterr().err
+
+
+def test_every_option_of_the_server_can_be_set_from_the_command_line() -> None:
+    import dataclasses
+
+    from anaphora.cli.serve import ServerOptions
+    from anaphora.server.config import ServerConfig
+
+    options = {field.name for field in dataclasses.fields(ServerOptions)}
+    assert {field.name for field in dataclasses.fields(ServerConfig)} <= options
+    assert ServerOptions().config() == ServerConfig()
