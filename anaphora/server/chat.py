@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from anaphora.engine.outputs import Logprob, RequestOutput
@@ -11,11 +12,11 @@ from anaphora.server.choices import ChoicesJob, check_choice_fields
 from anaphora.server.errors import ApiError, invalid, unsupported
 from anaphora.server.fields import ChatFields
 from anaphora.server.generation import Arrival
-from anaphora.server.sampling import sampling_params
+from anaphora.server.sampling import ENGINE_NAMES, check_n, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import chat_logprobs
 
-_NAMES = {"logprobs": "top_logprobs"}
+_NAMES = MappingProxyType({**ENGINE_NAMES, "logprobs": "top_logprobs"})
 
 
 class ChatJob(ChoicesJob):
@@ -32,7 +33,7 @@ class ChatJob(ChoicesJob):
         super().__init__(service, fields, arrival, [prompt], params)
         self._as_ids = bool(fields.return_tokens_as_token_ids)
 
-    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, index: int, output: RequestOutput, first: RequestOutput) -> dict[str, Any]:
         completion = output.outputs[0]
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(completion.logprobs or ())}
@@ -57,15 +58,18 @@ async def prepare_chat(service: Service, body: bytes, arrival: Arrival) -> ChatJ
         fields,
         service.config,
         max_tokens=max(1, fields.min_tokens or 0) if wanted is None else wanted,
+        n=check_n(fields.n, service.config),
+        response_format=fields.response_format,
         logprobs=_num_logprobs(fields),
         prompt_logprobs=fields.prompt_logprobs,
         names=_NAMES,
     )
 
     def work() -> list[int]:
+        service.engine.engine.check_grammar(params)
         return service.text.prompt_ids(service.render(fields), add_special_tokens=False)
 
-    prompt = await service.on_worker("messages", work)
+    prompt = await service.on_worker("messages", work, _NAMES)
     if wanted is None:
         params = service.with_room(params, len(prompt))
     return ChatJob(service, fields, arrival, prompt, params)

@@ -15,7 +15,7 @@ from anaphora.server.connection import event
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import ChoiceFields
 from anaphora.server.generation import Arrival, Job
-from anaphora.server.sampling import check_n, check_salt, choices_of
+from anaphora.server.sampling import check_salt
 from anaphora.server.service import Service
 from anaphora.server.shapes import prompt_logprobs, timing, usage_of
 
@@ -38,14 +38,14 @@ class ChoicesJob(Job):
     ) -> None:
         self.fields = fields
         self.prompts = prompts
-        self.n = check_n(fields.n, service.config)
+        self.n = params.n
         self.stream = bool(fields.stream)
         self.num_logprobs = params.logprobs
         salt = service.domains.salt(arrival.caller, fields.cache_salt)
         self.requests = [
             NewRequest(prompt, choice, cache_salt=salt, priority=fields.priority or 0)
             for prompt in prompts
-            for choice in choices_of(params, self.n)
+            for choice in params.choices()
         ]
         self._arrival = arrival
         self._head = {
@@ -61,8 +61,8 @@ class ChoicesJob(Job):
     # -- the text format of the endpoint -------------------------------------------------------------------------------
 
     @abstractmethod
-    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """What a choice of the reply says besides index and reasons."""
+    def whole(self, index: int, output: RequestOutput, first: RequestOutput) -> dict[str, Any]:
+        """What a choice of the reply says besides index and reasons. first: the prompt's first choice: it scores it."""
 
     @abstractmethod
     def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
@@ -73,14 +73,14 @@ class ChoicesJob(Job):
     def reply(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
         for index, output in enumerate(outputs):
-            completion = output.outputs[0]
-            choice = {"index": index, **self.whole(index, output), **self._end(completion, output)}
+            completion, first = output.outputs[0], outputs[index // self.n * self.n]
+            choice = {"index": index, **self.whole(index, output, first), **self._end(completion, output)}
             if self.fields.return_token_ids:
                 choice["token_ids"] = list(completion.token_ids)
                 if not self.top_prompt_ids:
                     choice["prompt_token_ids"] = list(output.prompt_token_ids)
             if self.fields.prompt_logprobs is not None and not self.top_prompt_ids:
-                choice["prompt_logprobs"] = prompt_logprobs(output)
+                choice["prompt_logprobs"] = prompt_logprobs(first)
             choices.append(choice)
         reply = {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(outputs, self.n)}
         if self.fields.return_token_ids and self.top_prompt_ids:
@@ -127,5 +127,3 @@ def check_choice_fields(fields: ChoiceFields) -> None:
         raise unsupported("stream_options.continuous_usage_stats", "usage comes in the last chunk only")
     if fields.prompt_logprobs is not None and fields.stream:
         raise unsupported("prompt_logprobs", "the prompt's log-probabilities do not come in a stream: leave stream out")
-    if fields.response_format not in (None, {"type": "text"}):
-        raise unsupported("response_format", "this server generates plain text only: {'type': 'text'}")

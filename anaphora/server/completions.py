@@ -12,7 +12,7 @@ from anaphora.server.config import ServerConfig
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import CompletionFields
 from anaphora.server.generation import Arrival
-from anaphora.server.sampling import check_n, sampling_params
+from anaphora.server.sampling import ENGINE_NAMES, check_n, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import completion_logprobs
 
@@ -29,7 +29,7 @@ class CompletionJob(ChoicesJob):
     kind = chunk_kind = "text_completion"
     top_prompt_ids = False
     prompt_field = "prompt"
-    names: dict[str, str]
+    names = ENGINE_NAMES
 
     def __init__(
         self,
@@ -42,19 +42,17 @@ class CompletionJob(ChoicesJob):
         params: SamplingParams,
     ) -> None:
         super().__init__(service, fields, arrival, prompts, params)
-        self.names = {}
         self._echoes = echoes
         self._first_tokens = first_tokens
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
 
-    def whole(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, index: int, output: RequestOutput, first: RequestOutput) -> dict[str, Any]:
         completion, echo = output.outputs[0], self._echoes[index // self.n]
         steps = completion.logprobs or []
         if self._first_tokens:
-            first = self._first_tokens[index // self.n]
-            scored = [entry for entry in output.prompt_logprobs or () if entry is not None]
-            shown = self._logprobs([*scored, *steps], first_token=first)
+            scored = [entry for entry in first.prompt_logprobs or () if entry is not None]
+            shown = self._logprobs([*scored, *steps], first_token=self._first_tokens[index // self.n])
         else:
             shown = self._logprobs(steps, offset=len(echo))
         return {"text": echo + completion.text, "logprobs": shown}
@@ -93,6 +91,8 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
     params = sampling_params(
         fields,
         service.config,
+        n=n,
+        response_format=fields.response_format,
         max_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
         logprobs=fields.logprobs,
         prompt_logprobs=fields.prompt_logprobs
@@ -101,6 +101,7 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
     )
 
     def work() -> tuple[list[list[int]], list[str], list[str]]:
+        service.engine.engine.check_grammar(params)
         special = fields.add_special_tokens is not False
         ids = [service.text.prompt_ids(prompt, add_special_tokens=special) for prompt in given]
         if not fields.echo:
@@ -114,7 +115,7 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
         firsts = [f"token_id:{one[0]}" if as_ids else service.text.decode(one[:1]) for one in ids]
         return ids, echoes, firsts if echoes_logprobs else []
 
-    prompts, echoes, first_tokens = await service.on_worker("prompt", work)
+    prompts, echoes, first_tokens = await service.on_worker("prompt", work, ENGINE_NAMES)
     return CompletionJob(service, fields, arrival, prompts, echoes, first_tokens, params)
 
 

@@ -67,7 +67,7 @@ class ChoiceFields(GenerationFields):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Any = None
     return_tokens_as_token_ids: bool | None = None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Job(ABC):
     requests: Sequence[NewRequest]
     stream: bool
     prompt_field: str
-    names: dict[str, str]
+    names: Mapping[str, str]
 
     @abstractmethod
     def reply(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from anaphora.errors import InvalidParameterError
 from anaphora.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from anaphora.server.config import ServerConfig
-from anaphora.server.errors import as_api_error, invalid
+from anaphora.server.errors import as_api_error, invalid, unsupported
 from anaphora.server.fields import GenerationFields
+
+ENGINE_NAMES: Mapping[str, str] = MappingProxyType({"json_schema": "response_format", "regex": "response_format"})
+"""What requests call fields of SamplingParams, where it is not the same."""
 
 _SAME_NAME = (
     "temperature",
@@ -34,26 +38,24 @@ def sampling_params(
     config: ServerConfig,
     *,
     max_tokens: int,
+    n: int = 1,
+    response_format: Any = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
-    names: dict[str, str] | None = None,
+    names: Mapping[str, str] = ENGINE_NAMES,
 ) -> SamplingParams:
-    """names: what this endpoint calls a field of SamplingParams, if not the same. Raises ApiError."""
+    """response_format: OpenAI's, and {"type": "regex", "regex": "..."}. names: what this endpoint calls a field of
+    SamplingParams, if not the same. Raises ApiError.
+    """
     values: dict[str, Any] = {name: getattr(fields, name) for name in _SAME_NAME if getattr(fields, name) is not None}
     _check_stops(values.get("stop"), config)
     if fields.logit_bias is not None:
         values["logit_bias"] = _logit_bias(fields.logit_bias, config)
+    values |= _structure(response_format)
     try:
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **values)
+        return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **values)
     except InvalidParameterError as error:
         raise as_api_error(error, prompt="prompt", names=names) from None
-
-
-def choices_of(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """Choice i of n samples with seed + i, so choice i is what a single request with that seed gives."""
-    if params.seed is None:
-        return [params] * n
-    return [replace(params, seed=(params.seed + index) % 2**64) for index in range(n)]
 
 
 def check_n(n: int | None, config: ServerConfig) -> int:
@@ -71,6 +73,28 @@ def check_salt(salt: str | None) -> None:
         raise invalid("cache_salt", "cache_salt must not be empty: leave it out to share with requests without one")
     if salt is not None and len(salt) > 1024:
         raise invalid("cache_salt", f"cache_salt has {len(salt)} characters, at most 1024 are allowed")
+
+
+def _structure(response_format: Any) -> dict[str, Any]:
+    """What shapes the output, as fields of SamplingParams."""
+    if response_format is None:
+        return {}
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    match kind:
+        case "text":
+            return {}
+        case "json_object":
+            return {"json_schema": {"type": "object"}}
+        case "json_schema":
+            wanted = response_format.get("json_schema")
+            if isinstance(wanted, dict) and isinstance(wanted.get("schema"), dict):
+                return {"json_schema": wanted["schema"]}
+            raise invalid("response_format", 'response_format needs "json_schema": {"name": "...", "schema": {...}}')
+        case "regex":
+            if isinstance(response_format.get("regex"), str):
+                return {"regex": response_format["regex"]}
+            raise invalid("response_format", 'response_format needs "regex": "..."')
+    raise unsupported("response_format", "response_format must be of the type text, json_object, json_schema or regex")
 
 
 def _check_stops(stop: Any, config: ServerConfig) -> None:

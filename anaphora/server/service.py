@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -64,12 +64,12 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return fields
 
-    async def on_worker(self, prompt_field: str, work: Callable[[], _T]) -> _T:
-        """Tokenise or render on a worker thread. Raises ApiError that names the prompt's field."""
+    async def on_worker(self, prompt_field: str, work: Callable[[], _T], names: Mapping[str, str] | None = None) -> _T:
+        """Tokenise or render on a worker thread. Raises ApiError; see errors.as_api_error for the names."""
         try:
             return await self.engine.in_worker(work)
         except RequestError as error:
-            raise as_api_error(error, prompt=prompt_field) from None
+            raise as_api_error(error, prompt=prompt_field, names=names) from None
 
     def with_room(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """The same with max_tokens as large as the context limit, or without one the pool, leaves room for."""

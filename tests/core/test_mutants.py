@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     Mutant(
         "commit before write: blocks of later chunks are staged with the first one",
-        "test_followers::test_followers_compute_only_their_suffix",
+        "test_sharing_within_a_step::test_what_was_committed_before_a_failed_step_stays",
         (("scheduler.py", "self.cache.stage(request, stop)", "self.cache.stage(request, request.num_tokens)"),),
     ),
     Mutant(
@@ -99,7 +99,18 @@ MUTANTS = [
     Mutant(
         "a hit may cover every token",
         "test_scheduler::test_repeating_a_prompt_of_whole_blocks_computes_its_last_block_again_and_leaves_one_copy",
-        (("cache_manager.py", "        return request.num_tokens - 1\n", "        return request.num_tokens\n"),),
+        (
+            (
+                "cache_manager.py",
+                "if request.is_scoring else request.num_tokens - 1\n",
+                "if False else request.num_tokens\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a request that scores its prompt may find what others computed, once it was preempted",
+        "test_preemption::test_a_preempted_request_that_scores_its_prompt_finds_only_what_it_computed_itself",
+        (("cache_manager.py", "return request.furthest_computed if", "return request.num_tokens - 1 if"),),
     ),
     Mutant(
         "the salt is dropped where the chain is made",

@@ -106,3 +106,19 @@ def test_a_waiting_request_is_admitted_as_soon_as_it_fits() -> None:
     assert world.requests["first"].is_finished
     assert world.scheduler.stats().gauges.num_free_blocks >= 2  # two are enough: five of its blocks have an owner
     assert [name for name, _, _ in summary(world.step())] == ["sharer", "waits"]
+
+
+def test_a_preempted_request_that_scores_its_prompt_finds_only_what_it_computed_itself() -> None:
+    world = World(8, threshold=4)
+    world.add("x", [1, 2, 3], max_tokens=9)
+    world.add("warm", range(11), max_tokens=9)
+    for _ in range(3):
+        world.step()
+    scored = world.add("scored", range(11), scoring=True)
+    assert summary(world.step()) == [("x", 5, 1), ("warm", 11, 1), ("scored", 0, 4)]
+    assert summary(world.step()) == [("x", 6, 1), ("warm", 12, 1)]
+    assert scored.num_preemptions == 1  # GUARD
+    assert world.look_up(range(11)) == 2  # GUARD: more is there than it has computed
+    assert summary(world.step()) == [("x", 7, 1), ("warm", 13, 1), ("scored", 4, 4)]
+    world.run()
+    assert world.scheduler.stats().counters.num_bypassed_tokens == 11

@@ -156,6 +156,7 @@ def test_a_domain_is_not_spelled_by_another(tmp_path: Path) -> None:
     pairs = [("a", None), ("a", "x"), ("c", None), ("c", "x"), ("cx", None), ("ab", None), ("shared", None)]
     salts = [shared.salt(Caller(tenant, False), salt) for tenant, salt in pairs]
     assert len(set(salts)) == len(pairs)
+    assert shared.salt(Caller("a", False), "") != salts[0]
     assert shared.salt(Caller("b", False), "x") == salts[1]
     assert CacheDomains(b"t" * 16).salt(Caller("c", False), None) != salts[2]
     with pytest.raises(ConfigError):

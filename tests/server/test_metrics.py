@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from server_world import Live, cached, chunks
+from server_world import Live, cached, chunks, serving
 from tiny_llama import ids
+
+from anaphora.cli.serve import ServerOptions
+from anaphora.server.fields import ChatFields, CompletionFields
 
 COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_computed_total")
 
@@ -81,3 +89,60 @@ def test_models_and_version(live: Live) -> None:
     (model,) = live.client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 4096)
     assert live.client.get("/version").json()["root"] == live.engine.root.hex()
+
+
+def test_a_request_that_waits_is_looked_up_once(make_engine: Any) -> None:
+    with serving(make_engine(num_blocks=20)) as live:
+        live.reset()
+        body = {"prompt": ids(1, 200), "max_tokens": 110, "temperature": 0}
+        replies: list[Any] = []
+
+        def run(wanted: dict[str, Any]) -> None:
+            with httpx2.Client(base_url=live.url, timeout=60) as client:
+                replies.append(client.post("/v1/completions", json=wanted).json())
+
+        executor: Any = live.engine._executor
+        execute = executor.execute
+        seen = threading.Event()
+        executor.execute = lambda plan: (seen.wait(0.04), execute(plan))[1]  # slow until the scrapes are done
+        first = threading.Thread(target=run, args=(body,))
+        first.start()
+        while live.metrics()["num_requests_running"] != 1:
+            time.sleep(0.005)
+        before = live.metrics()
+        second = threading.Thread(target=run, args=({**body, "prompt": ids(2500, 200), "max_tokens": 1},))
+        second.start()
+        while live.metrics()["num_requests_waiting"] != 1:
+            time.sleep(0.005)
+        scrapes = [live.metrics() for _ in range(50)]
+        seen.set()
+        assert all(scrape["num_requests_waiting"] == 1 for scrape in scrapes)
+        first.join(30)
+        second.join(30)
+        after = live.metrics()
+        assert [after[name] - before[name] for name in COUNTERS] == [200, 0, 200]
+        assert all(s["prefix_cache_hits_total"] <= s["prefix_cache_queries_total"] for s in scrapes)
+
+
+# -- documented --------------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_metric_is_documented_and_every_documented_metric_is_there(live: Live) -> None:
+    live.generate([8, 9], 2)
+    live.metrics()
+    families = re.findall(r"# TYPE anaphora:(\S+) (\w+)", live.client.get("/metrics").text)
+    real = {name for name, kind in families if not name.endswith("_created")}
+    table = (DOCS / "operations.md").read_text().split("## Metrics")[1].split("Useful alerts")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    written = {name.partition("{")[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert written == real
+
+
+def test_every_field_and_option_is_documented() -> None:
+    text = (DOCS / "server.md").read_text()
+    fields = {*CompletionFields.model_fields, *ChatFields.model_fields}
+    assert [name for name in sorted(fields) if f"`{name}`" not in text and f"`{name}." not in text] == []
+    flags = {name.replace("_", "-").removesuffix("-s") for name in ServerOptions.__dataclass_fields__}
+    assert [flag for flag in sorted(flags) if f"`--{flag}`" not in text] == []

@@ -19,7 +19,13 @@ PROMPT = [8, 9, 10]
     [
         ("frobnicate", {"frobnicate": 1}),
         ("use_beam_search", {"use_beam_search": True}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": "text"}),
+        ("response_format", {"response_format": {"type": "json_schema"}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}}),
+        ("response_format", {"response_format": {"type": "regex"}}),
+        ("response_format", {"response_format": {"type": "json_object"}}),  # this model has no end token
+        ("n", {"n": 2, "max_tokens": 0, "prompt_logprobs": 0}),
         ("best_of", {"best_of": 2}),
         ("suffix", {"suffix": "the end"}),
         ("echo", {"echo": True, "logprobs": 1, "stream": True}),

@@ -58,6 +58,13 @@ def test_a_chat_may_be_scored_too(live: Live) -> None:
     assert cached(reply) == 0
 
 
+def test_several_choices_show_the_scores_of_their_prompt(live: Live) -> None:
+    reply = live.generate(P, 2, n=2, seed=1, temperature=1, echo=True, logprobs=1)
+    first, second = (choice["logprobs"]["token_logprobs"] for choice in reply["choices"])
+    assert first[:70] == second[:70]
+    assert len(first) == len(second) == 72
+
+
 def test_min_tokens_holds_stop_tokens_back(live: Live) -> None:
     prompt = ids(7, 20)
     first = live.generate(prompt, 1)["choices"][0]["token_ids"][0]

@@ -110,17 +110,9 @@ class LearntHazard(LeafPolicy):
 
     def discard(self, block: BlockId) -> None:
         """The content lives on in another block, which comes next and finds its past among the ghosts."""
-        self._become_ghost(block)
-        super().discard(block)
-
-    def _become_ghost(self, block: BlockId) -> None:
-        ghosts = self._ghosts
         born = self._ticks[block] if self._watched[block] else _UNWATCHED
-        ghosts[self._index.hashes[block]] = self._uses[block], self._classes[block], born  # type: ignore[index]
-        if len(ghosts) > self._max_ghosts:
-            _, (_, kind, born) = ghosts.popitem(last=False)
-            if born != _UNWATCHED:
-                self._table.lose(kind, born, self._tick)
+        self._ghosts[self._index.hashes[block]] = self._uses[block], self._classes[block], born  # type: ignore[index]
+        super().discard(block)
 
     # -- leaves --------------------------------------------------------------------------------------------------------
 
@@ -145,7 +137,13 @@ class LearntHazard(LeafPolicy):
         block, _ = leaves.popitem(last=False)
         if not leaves:
             self._non_empty = non_empty ^ self._bits[cell]
-        self._become_ghost(block)
+        ghosts = self._ghosts
+        born = self._ticks[block] if self._watched[block] else _UNWATCHED
+        ghosts[self._index.hashes[block]] = self._uses[block], self._classes[block], born  # type: ignore[index]
+        if len(ghosts) > self._max_ghosts:
+            _, (_, kind, born) = ghosts.popitem(last=False)
+            if born != _UNWATCHED:
+                self._table.lose(kind, born, self._tick)
         return block
 
     # -- time ----------------------------------------------------------------------------------------------------------
