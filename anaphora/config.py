@@ -10,6 +10,7 @@ from anaphora.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HASH_ALGORITHMS = ("sha256", "xxh3_128")
+EVICTION_POLICIES = ("lru", "lfu", "lru-2", "s3-fifo", "cost-aware", "learnt-hazard")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
@@ -40,6 +41,8 @@ class EngineConfig:
     enable_prefix_caching: off computes every prompt in full.
     hash_algorithm: names blocks; `sha256`, or `xxh3_128` (faster, not collision resistant: safe, as tokens
         confirm every hit; needs the `fast-hash` extra).
+    eviction_policy: which cached block without an owner goes first; `lru` unless a replay of your traffic (`anaphora
+        simulate`) says otherwise.
     scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
     dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
     device: torch device; None takes the CPU.
@@ -62,6 +65,7 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     hash_algorithm: str = "sha256"
+    eviction_policy: str = "lru"
     scheduling_policy: str = "fcfs"
     dtype: str = "auto"
     device: str | None = None
@@ -79,6 +83,7 @@ class EngineConfig:
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError("num_blocks and kv_cache_bytes both size the pool: give one of them")
         _choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)
+        _choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _choice("dtype", self.dtype, DTYPES)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:

@@ -14,7 +14,7 @@ import torch
 from anaphora.api.options import context_limit, find_hash_function, pool_size
 from anaphora.config import EngineConfig
 from anaphora.core.cache_manager import CacheManager
-from anaphora.core.hashing import HashFunction, root_digest
+from anaphora.core.hashing import root_digest
 from anaphora.core.scheduler import Scheduler
 from anaphora.engine.engine import Engine
 from anaphora.engine.protocols import Tokenizer
@@ -30,16 +30,25 @@ def build_engine(config: EngineConfig) -> Engine:
 
     num_threads is torch's setting for the whole process. Raises ConfigError and ModelError.
     """
-    hash_function = find_hash_function(config.hash_algorithm)  # before anything slow
+    find_hash_function(config.hash_algorithm)  # what is missing is said before anything slow
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(
         config.model, tokenizer=config.tokenizer, dtype=config.dtype, device=config.device, cache_dir=config.cache_dir
     )
-    return connect(config, loaded, hash_function)
+    return connect(config, loaded)
 
 
-def connect(config: EngineConfig, loaded: LoadedModel, hash_function: HashFunction) -> Engine:
+def model_identity(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
+    """The fields of the root (docs/hash-format.md): what the model is, and how its K/V are kept and named."""
+    return dict(loaded.identity) | {
+        "kv_dtype": str(loaded.module.dtype).removeprefix("torch."),
+        "block_size": str(config.block_size),
+        "hash_algorithm": config.hash_algorithm,
+    }
+
+
+def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine over a model that is loaded already. Raises ConfigError, UnsupportedModelError."""
     module = loaded.module
     max_model_len = context_limit(config.max_model_len, loaded.max_model_len, loaded.name)
@@ -65,13 +74,13 @@ def connect(config: EngineConfig, loaded: LoadedModel, hash_function: HashFuncti
         fast_forward=config.fast_forward,
         grammars=grammars,
     )
-    identity = dict(loaded.identity) | {"block_size": str(config.block_size), "kv_dtype": str(module.dtype)}
     cache = CacheManager(
         num_blocks,
         config.block_size,
-        root=root_digest(identity),
-        hash_function=hash_function,
+        root=root_digest(model_identity(config, loaded)),
+        hash_function=find_hash_function(config.hash_algorithm),
         enable_prefix_caching=config.enable_prefix_caching,
+        eviction_policy=config.eviction_policy,
     )
     scheduler = Scheduler(
         cache,

@@ -56,7 +56,6 @@ def open_stage(model: str, num_threads: int | None) -> Stage:
 
     from anaphora.api.build import connect
     from anaphora.api.llm import LLM
-    from anaphora.api.options import find_hash_function
     from anaphora.config import EngineConfig
     from anaphora.runtime.model import load_model
 
@@ -67,7 +66,7 @@ def open_stage(model: str, num_threads: int | None) -> Stage:
 
     def engine(**changes: Any) -> LLM:
         changed = dataclasses.replace(config, **changes)
-        return LLM.from_engine(connect(changed, loaded, find_hash_function(changed.hash_algorithm)))
+        return LLM.from_engine(connect(changed, loaded))
 
     return Stage(
         cached=engine(),

@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from anaphora.config import DTYPES, HASH_ALGORITHMS, SCHEDULING_POLICIES, EngineConfig
+from anaphora.config import DTYPES, EVICTION_POLICIES, HASH_ALGORITHMS, SCHEDULING_POLICIES, EngineConfig
 from anaphora.errors import InvalidParameterError
 from anaphora.sampling_params import SamplingParams
 
@@ -68,6 +68,9 @@ class EngineOptions:
     ] = _ENGINE["enable_prefix_caching"]
     hash_algorithm: Annotated[str, _engine(help=f"What names the blocks: {', '.join(HASH_ALGORITHMS)}.")] = _ENGINE[
         "hash_algorithm"
+    ]
+    eviction_policy: Annotated[str, _engine(help=f"One of {', '.join(EVICTION_POLICIES)}.")] = _ENGINE[
+        "eviction_policy"
     ]
     scheduling_policy: Annotated[str, _engine(help=f"One of {', '.join(SCHEDULING_POLICIES)}.")] = _ENGINE[
         "scheduling_policy"

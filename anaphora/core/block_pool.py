@@ -98,7 +98,7 @@ class BlockPool:
                     cached.append(block)
         self.free_queue.put_blank(blank)
         if cached:
-            self.free_queue.cached.put(cached, len(table) - 1 - len(blank))
+            self.free_queue.cached.put(cached, table.index(cached[0]))
 
     def _spare_copy(self, block: BlockId) -> BlockId:
         """Keep at most one free block of each content, the latest released: a second one would only push others out.

@@ -99,20 +99,22 @@ class CacheManager:
         blocks, num_committed = self.group.longest_hit(self.pool.index, request.chain, self.max_hit_tokens(request))
         return Hit(blocks, num_committed, len(blocks) * self.block_size)
 
+    def num_free_needed(self, request: Request, hit: Hit) -> int:
+        """Free blocks that an admission takes: new ones, and those of the hit that have no owner now."""
+        ref_counts = self.pool.ref_counts
+        num_new = self.group.blocks_for(request.num_tokens) - len(hit.blocks)
+        return num_new + sum(ref_counts[block] == 0 for block in hit.blocks)
+
     def admit(self, request: Request, hit: Hit) -> bool:
         """Give a request the blocks of its hit and new ones for every other known token: all or nothing.
 
-        False, and nothing has changed, if the pool lacks the room; `request.min_free_blocks` then says how many free
-        blocks it takes. Hits that are free are charged as the free blocks that they are.
+        False, and nothing has changed, if the pool lacks the room.
         """
         pool = self.pool
-        ref_counts = pool.ref_counts
-        num_new = self.group.blocks_for(request.num_tokens) - len(hit.blocks)
-        needed = num_new + sum(ref_counts[block] == 0 for block in hit.blocks)
-        if needed > pool.num_free:
-            request.min_free_blocks = needed
+        if self.num_free_needed(request, hit) > pool.num_free:
             return False
         pool.touch(hit.blocks)  # before allocating, which may evict whatever is free
+        num_new = self.group.blocks_for(request.num_tokens) - len(hit.blocks)
         self._tables[request.request_id] = hit.blocks + pool.allocate(num_new)
         request.num_computed_tokens = hit.num_tokens
         request.num_staged_blocks = len(hit.blocks)
@@ -137,7 +139,7 @@ class CacheManager:
         blocks = table[first:stop]
         staged = self.pool.stage(blocks, request.chain, first, table[first - 1] if first else None)
         request.num_staged_blocks = stop
-        return blocks if staged == len(blocks) else blocks[:staged]
+        return blocks[:staged]
 
     def commit(self, blocks: list[BlockId]) -> None:
         """The step succeeded: its staged blocks are full and computed, so everyone may find them."""

@@ -4,8 +4,8 @@ A chain is filed under the hash of its first block that it did not copy from ano
 part form a tree, and a new sequence walks down it: hash one block, find the chain that goes on from there, compare
 tokens at memory speed, copy. Knows chains and tokens only; a memo that forgets costs time, never a wrong hash.
 
-Exact, with any hash function: a hash is one object, made once and copied by reference. So "the same object at the same
-place" means the same beginning, and the tokens after it are compared.
+Exact, with any hash function: a block's hash depends on its parent's hash, its tokens and its extra keys alone. Where
+two chains have one hash in common, and the tokens and extra keys after it, they have every hash after it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,8 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 
-from anaphora.core.hashing import BlockChain
+from anaphora.core.hashing import BlockChain, common_length
 from anaphora.core.ids import BlockHash
-
-_PIECE = 4096
-
-
-def common_tokens(mine: array[int], other: array[int], start: int) -> int:
-    """The first position from `start` on at which the two differ, or where the shorter one ends."""
-    stop = min(len(mine), len(other))
-    low = start
-    while low < stop and mine[low : low + _PIECE] == other[low : low + _PIECE]:
-        low += _PIECE
-    if low >= stop:
-        return max(start, stop)
-    high = min(low + _PIECE, stop)
-    while low < high:  # mine[start:low] agrees; the first difference is in [low, high]
-        middle = (low + high + 1) // 2
-        if mine[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class ChainMemo:
@@ -49,29 +29,28 @@ class ChainMemo:
         """Hash the full blocks of a new chain, copying what is known."""
         own = 0
         while chain.extend(token_ids, max_blocks=1):
-            own = len(chain.hashes) - 1
-            block_hash = chain.hashes[own]
+            block_hash = chain.hashes[-1]
             known, _ = self._chains.get(block_hash, (None, 0))
-            if known is None or not self._copy(chain, known, own, token_ids):
+            if known is None or not self._copy(chain, known, token_ids):
                 break
             self._chains.move_to_end(block_hash)
-            own = len(chain.hashes)
+            if len(chain.hashes) < len(known.hashes):  # it parts from the known one; else it goes on in its place
+                own = len(chain.hashes)
         chain.extend(token_ids)
         if own < len(chain.hashes):
             self._file(chain, own)
 
-    def _copy(self, chain: BlockChain, known: BlockChain, first: int, token_ids: array[int]) -> bool:
-        """Take the blocks from `first` on over from a chain that has the same beginning, if it has."""
-        if known.root != chain.root or known.extra_keys != chain.extra_keys:
+    def _copy(self, chain: BlockChain, known: BlockChain, token_ids: array[int]) -> bool:
+        """Copy what follows in `known` on the chain's last hash, as far as tokens agree; False if it has not that hash.
+
+        The last block itself is not copied: behind a collision its content is another one.
+        """
+        first = len(chain.hashes)
+        if known.hashes[first - 1 : first] != chain.hashes[-1:] or known.extra_keys != chain.extra_keys:
             return False
-        if first and (first > len(known.hashes) or known.hashes[first - 1] is not chain.hashes[first - 1]):
-            return False
-        block_size = chain.block_size
-        shared = common_tokens(token_ids, known.token_ids, first * block_size) // block_size
-        if shared <= first:
-            return False
-        chain.hashes[first:] = known.hashes[first:shared]
-        chain.contents[first:] = known.contents[first:shared]
+        shared = common_length(token_ids, known.token_ids, first * chain.block_size) // chain.block_size
+        chain.hashes += known.hashes[first:shared]
+        chain.contents += known.contents[first:shared]
         return True
 
     def _file(self, chain: BlockChain, own: int) -> None:

@@ -7,7 +7,6 @@ from typing import NewType
 BlockId = NewType("BlockId", int)  # index of a block in the pool
 BlockHash = NewType("BlockHash", bytes)  # digest that names a block and everything before it
 TokenId = NewType("TokenId", int)
-GroupId = NewType("GroupId", int)  # index of a group of layers that share one block table
 RequestId = NewType("RequestId", str)
 Lineage = NewType("Lineage", int)  # serial number of one exact beginning, never reused; see prefix_index
 

@@ -125,8 +125,7 @@ class PrefixIndex:
         all_hashes, all_contents = self.hashes, self._contents
         lineages, parents = self._lineages, self._parents
         count = len(blocks)
-        hashes = chain.hashes if count == len(chain.hashes) else chain.hashes[first : first + count]
-        contents = chain.contents if count == len(chain.contents) else chain.contents[first : first + count]
+        hashes, contents = chain.hashes[first : first + count], chain.contents[first : first + count]
         last = self._last_lineage
         for done, (block, block_hash, content) in enumerate(zip(blocks, hashes, contents, strict=True)):
             twin = committed.get(block_hash)

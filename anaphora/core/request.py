@@ -41,7 +41,6 @@ class Request:
         "extra_keys",
         "finish_reason",
         "furthest_computed",
-        "min_free_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_planned_blocks",
@@ -94,7 +93,6 @@ class Request:
         self.was_admitted = False
         self.num_staged_blocks = 0  # leading blocks of the table that are pending or committed
         self.num_planned_blocks = 0  # leading blocks of the table that the executor knows
-        self.min_free_blocks = 0  # not worth trying to admit with fewer free blocks than this
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from anaphora.config import SCHEDULING_POLICIES
 from anaphora.core.cache_manager import CacheManager, Hit
 from anaphora.core.followers import Followers
 from anaphora.core.ids import RequestId
@@ -58,8 +59,8 @@ class Scheduler:
             raise ConfigError("max_num_batched_tokens and max_num_seqs must be at least 1")
         if long_prefill_token_threshold is not None and long_prefill_token_threshold < 1:
             raise ConfigError("long_prefill_token_threshold must be at least 1, or None for no limit of its own")
-        if policy not in ("fcfs", "priority"):
-            raise ConfigError(f"scheduling policy must be fcfs or priority, got {policy!r}")
+        if policy not in SCHEDULING_POLICIES:
+            raise ConfigError(f"scheduling policy must be one of {', '.join(SCHEDULING_POLICIES)}, got {policy!r}")
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running request is owed a token a step
@@ -70,11 +71,12 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # in rank order
         self._followers = Followers()
+        self._blocked: tuple[Request, int] | None = None  # who did not fit, and how many free blocks it needs
         self._released: list[RequestId] = []
         self._in_flight: dict[RequestId, InFlight] | None = None
         self._ended_in_flight: dict[RequestId, str] = {}
         self._num_arrivals = 0
-        self.counters = Counters()
+        self._counters = Counters()
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -124,7 +126,6 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        request.min_free_blocks = 0
         self._waiting.push(self._rank(request), request)
 
     def _leave_running(self, request: Request) -> None:
@@ -146,16 +147,16 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.request_id]
         if reason == "abort":
-            self.counters.num_aborted_requests += 1
+            self._counters.num_aborted_requests += 1
         elif reason == "error":
-            self.counters.num_failed_requests += 1
+            self._counters.num_failed_requests += 1
         else:
-            self.counters.num_finished_requests += 1
+            self._counters.num_finished_requests += 1
 
     def _preempt(self, request: Request) -> None:
         self._leave_running(request)
         request.num_preemptions += 1
-        self.counters.num_preemptions += 1
+        self._counters.num_preemptions += 1
         self._enqueue(request)
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -170,9 +171,9 @@ class Scheduler:
         if not step.scheduled:
             return None
         self._in_flight = step.in_flight
-        self.counters.num_steps += 1
+        self._counters.num_steps += 1
         released, self._released = tuple(self._released), []
-        return StepPlan(self.counters.num_steps, released, tuple(step.admitted), tuple(step.scheduled))
+        return StepPlan(self._counters.num_steps, released, tuple(step.admitted), tuple(step.scheduled))
 
     def _schedule_running(self, step: Step) -> None:
         index = 0
@@ -194,8 +195,8 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 return
-            if not step.admitted and request.min_free_blocks > self.cache.pool.num_free:
-                return  # whoever was admitted may have made blocks live that this one shares
+            if self._is_blocked(request):
+                return
             hit = self.cache.look_up(request)
             if leader := self._leader_of(step, request, hit):
                 self._waiting.pop()
@@ -203,7 +204,9 @@ class Scheduler:
                 self._followers.add(request, *leader)
                 continue
             if not self.cache.admit(request, hit):
+                self._blocked = request, self.cache.num_free_needed(request, hit)
                 return
+            self._blocked = None  # what is live now may be shared by whoever was blocked
             self._waiting.pop()
             request.state = RequestState.RUNNING
             insort(self._running, request, key=self._rank)
@@ -220,6 +223,13 @@ class Scheduler:
             )
             writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}
             self._put(step, request, min(request.num_tokens - hit.num_tokens, self._max_chunk, step.budget), writers)
+
+    def _is_blocked(self, request: Request) -> bool:
+        """Whether it did not fit before, and still cannot: looking up again is pointless."""
+        if self._blocked is None:
+            return False
+        blocked, num_free_needed = self._blocked
+        return blocked is request and num_free_needed > self.cache.pool.num_free
 
     def _put(self, step: Step, request: Request, num_tokens: int, shares_with: set[RequestId]) -> None:
         """Schedule num_tokens of a request that has the blocks for them."""
@@ -260,16 +270,16 @@ class Scheduler:
 
     def _count_admission(self, request: Request, hit: Hit) -> None:
         if request.was_admitted:
-            self.counters.num_requeried_tokens += request.num_tokens
-            self.counters.num_rehit_tokens += hit.num_tokens
+            self._counters.num_requeried_tokens += request.num_tokens
+            self._counters.num_rehit_tokens += hit.num_tokens
         else:
             request.was_admitted = True
             request.num_cached_tokens = hit.num_tokens
             if request.is_scoring:
-                self.counters.num_bypassed_tokens += request.num_tokens
+                self._counters.num_bypassed_tokens += request.num_tokens
             else:
-                self.counters.num_queried_tokens += request.num_tokens
-                self.counters.num_hit_tokens += hit.num_tokens
+                self._counters.num_queried_tokens += request.num_tokens
+                self._counters.num_hit_tokens += hit.num_tokens
         request.furthest_computed = max(request.furthest_computed, hit.num_tokens)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
@@ -301,22 +311,22 @@ class Scheduler:
     def fail(self, plan: StepPlan, reason: str) -> list[RequestUpdate]:
         """The plan in flight did not run to its end: nothing it wrote counts, and its requests end with an error."""
         in_flight = self._take_in_flight(plan)
-        self.counters.num_failed_steps += 1
+        self._counters.num_failed_steps += 1
         self._withdraw(in_flight.values())
         return [self._fail_request(entry.request, reason) for entry in in_flight.values()]
 
     def _take_in_flight(self, plan: StepPlan) -> dict[RequestId, InFlight]:
         assert self._in_flight is not None, "there is no plan in flight"
-        assert plan.step == self.counters.num_steps, "this is not the plan in flight"
+        assert plan.step == self._counters.num_steps, "this is not the plan in flight"
         in_flight, self._in_flight = self._in_flight, None
         return in_flight
 
     def _count_computed(self, request: Request, num_tokens: int) -> None:
         stop = request.num_computed_tokens + num_tokens
         new_from = max(request.num_computed_tokens, request.furthest_computed)
-        self.counters.num_computed_tokens += num_tokens
-        self.counters.num_recomputed_tokens += min(stop, new_from) - request.num_computed_tokens
-        self.counters.num_computed_prompt_tokens += max(0, min(stop, request.num_prompt_tokens) - new_from)
+        self._counters.num_computed_tokens += num_tokens
+        self._counters.num_recomputed_tokens += min(stop, new_from) - request.num_computed_tokens
+        self._counters.num_computed_prompt_tokens += max(0, min(stop, request.num_prompt_tokens) - new_from)
         request.num_computed_tokens = stop
         request.furthest_computed = max(stop, request.furthest_computed)
 
@@ -336,7 +346,7 @@ class Scheduler:
             token = None
         elif token is not None:
             request.append(token.token_id)
-            self.counters.num_generated_tokens += 1
+            self._counters.num_generated_tokens += 1
             reason = self._finish_reason(request, token.token_id)
         elif request.sampling.max_tokens == 0 and request.num_computed_tokens == request.num_tokens:
             reason = "length"  # the prompt is scored
@@ -384,7 +394,7 @@ class Scheduler:
             num_following=len(self._followers),
         )
         counters = replace(
-            self.counters,
+            self._counters,
             num_committed_blocks=pool.index.num_committed,
             num_duplicate_blocks=pool.index.num_duplicates,
             num_collisions=pool.index.num_collisions,

@@ -27,6 +27,7 @@ from anaphora.server.connection import ClientGoneError, Connection
 from anaphora.server.errors import ApiError, as_api_error, invalid
 from anaphora.server.generation import Arrival, GenerationEndpoint, Job, Places
 from anaphora.server.metrics import CONTENT_TYPE, Metrics
+from anaphora.server.responses import prepare_response
 from anaphora.server.service import Service
 from anaphora.server.tenants import ApiKeys, CacheDomains
 from anaphora.server.text import TextTools
@@ -88,6 +89,7 @@ def build_app(
             Route("/v1/models", site.models),
             Route("/v1/completions", generating("completions", prepare_completion), methods=["POST"]),
             Route("/v1/chat/completions", generating("chat", prepare_chat), methods=["POST"]),
+            Route("/v1/responses", generating("responses", prepare_response), methods=["POST"]),
             Route("/tokenize", _JsonEndpoint(service, tokenize), methods=["POST"]),
             Route("/detokenize", _JsonEndpoint(service, detokenize), methods=["POST"]),
             Route("/reset_prefix_cache", site.reset_prefix_cache, methods=["POST"]),

@@ -98,6 +98,21 @@ class ChatFields(ChoiceFields, ConversationFields):
     reasoning_effort: str | None = None
 
 
+class ResponsesFields(GenerationFields):
+    input: Any = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include: Any = None
+    reasoning: dict[str, Any] | None = None
+    truncation: str | None = None
+
+
 class TokenizeFields(ConversationFields):
     prompt: str | None = None
     add_special_tokens: bool | None = None

@@ -14,7 +14,7 @@ from server_world import Live, cached, chunks, serving
 from tiny_llama import ids
 
 from anaphora.cli.serve import ServerOptions
-from anaphora.server.fields import ChatFields, CompletionFields
+from anaphora.server.fields import ChatFields, CompletionFields, ResponsesFields
 
 COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_computed_total")
 
@@ -142,7 +142,7 @@ def test_every_metric_is_documented_and_every_documented_metric_is_there(live: L
 
 def test_every_field_and_option_is_documented() -> None:
     text = (DOCS / "server.md").read_text()
-    fields = {*CompletionFields.model_fields, *ChatFields.model_fields}
+    fields = {*CompletionFields.model_fields, *ChatFields.model_fields, *ResponsesFields.model_fields}
     assert [name for name in sorted(fields) if f"`{name}`" not in text and f"`{name}." not in text] == []
     flags = {name.replace("_", "-").removesuffix("-s") for name in ServerOptions.__dataclass_fields__}
     assert [flag for flag in sorted(flags) if f"`--{flag}`" not in text] == []

@@ -62,7 +62,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_field(ending: Live
         error = ending.post("/v1/completions", 400, prompt="x", response_format=wanted)["error"]
         assert error["param"] == "response_format"
     deep: Any = {"type": "object"}
-    for _ in range(100):
+    for _ in range(40):
         deep = {"type": "object", "properties": {"a": deep}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
     assert (

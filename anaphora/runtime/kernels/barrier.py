@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.vectors import I32, I64
 
 SPINS = 4000
@@ -61,7 +62,7 @@ def _give_way(tc):  # type: ignore[no-untyped-def]
     return types.void(), generate
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def meet(barrier, num_threads):  # type: ignore[no-untyped-def]
     """Wait until `num_threads` threads are here. barrier: the address of BARRIER_SIZE int64.
 

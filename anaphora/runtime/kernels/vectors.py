@@ -6,9 +6,9 @@ is part of the signature by which Numba files compiled code on disk.
 
 Elements are bfloat16 (tuple of 2: bytes) or float32 (tuple of 4). Operands are what elements are multiplied with:
 
-    float32                            as it is
-    bfloat16, CPU multiplies it        as it is
-    bfloat16, other CPUs               float32, in runs of 2 × lanes: the even ones, then the odd ones
+    float32     as it is
+    bfloat16    as float32, in runs of 2 × lanes: the even ones, then the odd ones, which is how a register of bfloat16
+                falls apart. (The CPU's own products of bfloat16 pairs, where it has them, are no faster than this.)
 """
 
 from __future__ import annotations
@@ -24,21 +24,6 @@ from numba.extending import intrinsic
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-class _BFloat(ir.types._BaseFloatType):
-    """llvmlite has no name for it."""
-
-    intrinsic_name = "bf16"
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def format_constant(self, value: float) -> str:
-        raise NotImplementedError
-
-
-BF16 = _BFloat()
-
-
 def features(context: Any) -> str:
     """What the CPU that code is made for can do; Numba files compiled code by it."""
     return str(context.codegen()._tm_features)
@@ -50,11 +35,6 @@ def lanes(context: Any) -> int:
     return 16 if "+avx512f" in found and "+avx512bw" in found else 8
 
 
-def multiplies_bfloat16(context: Any) -> bool:
-    found = features(context)
-    return "+avx512bf16" in found and lanes(context) == 16
-
-
 class Vectors:
     """Builds code for vectors of one element type."""
 
@@ -62,12 +42,10 @@ class Vectors:
         self.builder = builder
         self.lanes = lanes(context)
         self.element_bytes = element_bytes
-        self.is_direct = element_bytes == 2 and multiplies_bfloat16(context)
         self.type = ir.VectorType(F32, self.lanes)
         self.zero = ir.Constant(self.type, [0.0] * self.lanes)
         self.per_step = self.lanes if element_bytes == 4 else 2 * self.lanes
         """Elements that one `multiply` takes."""
-        self.operand_bytes = 2 if self.is_direct else 4
 
     def number(self, value: int) -> Any:
         return ir.Constant(I64, value)
@@ -111,8 +89,6 @@ class Vectors:
         """`per_step` elements, ready for `multiply`."""
         if self.element_bytes == 4:
             return (self.load_floats(address),)
-        if self.is_direct:
-            return (self.load(address, ir.VectorType(BF16, 2 * self.lanes), 2),)
         wide = ir.VectorType(I32, self.lanes)
         pairs = self.load(address, wide, 2)
         even = self.builder.shl(pairs, ir.Constant(wide, [16] * self.lanes))
@@ -123,20 +99,10 @@ class Vectors:
         """What `per_step` elements are multiplied with."""
         if self.element_bytes == 4:
             return (self.load_floats(address),)
-        if self.is_direct:
-            return (self.load(address, ir.VectorType(BF16, 2 * self.lanes), 2),)
         return self.load_floats(address), self.load_floats(self.at(address, 4 * self.lanes))
 
     def multiply(self, elements: tuple[Any, ...], operand: tuple[Any, ...], total: Any) -> Any:
-        """total + products, lane by lane (in pairs, for bfloat16)."""
-        if self.is_direct:
-            pairs = ir.VectorType(BF16, 2 * self.lanes)
-            function = cgutils.get_or_insert_function(
-                self.builder.module,
-                ir.FunctionType(self.type, [self.type, pairs, pairs]),
-                "llvm.x86.avx512bf16.dpbf16ps.512",
-            )
-            return self.builder.call(function, [total, elements[0], operand[0]])
+        """total + products, lane by lane."""
         for element, other in zip(elements, operand, strict=True):
             total = self.fma(element, other, total)
         return total
@@ -190,18 +156,25 @@ def _dot(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
         ws.append(b.add(ws[-1], w_stride))
     with cgutils.for_range_slice(b, v.number(0), count, v.number(v.per_step), I64) as (k, _):
         w_offset = b.mul(k, v.number(v.element_bytes))
-        x_offset = b.mul(k, v.number(v.operand_bytes))
+        x_offset = b.mul(k, v.number(4))
         elements = [v.load_step(b.add(address, w_offset)) for address in ws]
         for i, address in enumerate(xs):
             operand = v.load_operand(b.add(address, x_offset))
             for j in range(num_w):
                 total = totals[i * num_w + j]
                 b.store(v.multiply(elements[j], operand, b.load(total)), total)
+    sums = [b.load(total) for total in totals]
+    if len(sums) == 1:
+        b.store(v.sum_lanes(sums[0]), b.inttoptr(out, F32.as_pointer()))
+        return
+    sums += [v.zero] * (-len(sums) % v.lanes)
+    summed = [v.sum_each(sums[i : i + v.lanes]) for i in range(0, len(sums), v.lanes)]
+    part = ir.VectorType(F32, num_w)
     for i in range(num_x):
+        vector, first = summed[i * num_w // v.lanes], i * num_w % v.lanes
+        mask = ir.Constant(ir.VectorType(I32, num_w), list(range(first, first + num_w)))
         row = b.add(out, b.mul(out_stride, v.number(i)))
-        for j in range(num_w):
-            target = b.inttoptr(v.at(row, 4 * j), F32.as_pointer())
-            b.store(v.sum_lanes(b.load(totals[i * num_w + j])), target)
+        b.store(b.shuffle_vector(vector, vector, mask), b.inttoptr(row, part.as_pointer())).align = 4
 
 
 @intrinsic
@@ -217,7 +190,7 @@ def dot(tc, x, x_stride, w, w_stride, count, out, out_stride, num_x, num_w, elem
 def _score(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
     query, keys, rows, out = arguments[:4]
     steps = sizes[0] * 16 // v.per_step
-    operands = [v.load_operand(v.at(query, i * v.per_step * v.operand_bytes)) for i in range(steps)]
+    operands = [v.load_operand(v.at(query, 4 * i * v.per_step)) for i in range(steps)]
     totals = []
     for t in range(v.lanes):
         key = v.builder.add(keys, v.load(v.at(rows, 8 * t), I64, 8))
@@ -307,6 +280,14 @@ def store_element(tc, address, value, element):  # type: ignore[no-untyped-def]
     return types.void(address, types.float32, element), generate
 
 
+def _operand_place(builder: Any, base: Any, index: Any, num_lanes: int, element_bytes: int) -> Any:
+    if element_bytes == 2:
+        half = builder.lshr(builder.and_(index, ir.Constant(I64, 2 * num_lanes - 1)), ir.Constant(I64, 1))
+        odd = builder.mul(builder.and_(index, ir.Constant(I64, 1)), ir.Constant(I64, num_lanes))
+        index = builder.add(builder.and_(index, ir.Constant(I64, -2 * num_lanes)), builder.add(odd, half))
+    return builder.inttoptr(builder.add(base, builder.mul(index, ir.Constant(I64, 4))), F32.as_pointer())
+
+
 @intrinsic
 def store_operand(tc, address, index, value, element):  # type: ignore[no-untyped-def]
     """Put number `index` of an operand at `address`, rounded as an element is."""
@@ -314,31 +295,13 @@ def store_operand(tc, address, index, value, element):  # type: ignore[no-untype
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         base, index, value = arguments[:3]
-        n = lanes(context)
-
-        def target(kind: Any, position: Any) -> Any:
-            offset = builder.mul(position, ir.Constant(I64, 2 if kind is I16 else 4))
-            return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
-
-        if size == 4:
-            builder.store(value, target(F32, index))
-        elif multiplies_bfloat16(context):
-            builder.store(_rounded(builder, value), target(I16, index))
-        else:
-            half = builder.lshr(builder.and_(index, ir.Constant(I64, 2 * n - 1)), ir.Constant(I64, 1))
-            odd = builder.mul(builder.and_(index, ir.Constant(I64, 1)), ir.Constant(I64, n))
-            run = builder.and_(index, ir.Constant(I64, -2 * n))
+        if size == 2:
             wide = builder.shl(builder.zext(_rounded(builder, value), I32), ir.Constant(I32, 16))
-            builder.store(builder.bitcast(wide, F32), target(F32, builder.add(run, builder.add(odd, half))))
+            value = builder.bitcast(wide, F32)
+        builder.store(value, _operand_place(builder, base, index, lanes(context), size))
         return context.get_dummy_value()
 
     return types.void(address, index, types.float32, element), generate
-
-
-@intrinsic
-def float_of_bits(tc, bits):  # type: ignore[no-untyped-def]
-    """The float32 of these bits (int32)."""
-    return types.float32(types.int32), lambda context, builder, _, args: builder.bitcast(args[0], F32)
 
 
 @intrinsic
@@ -349,3 +312,95 @@ def address_of(tc, array):  # type: ignore[no-untyped-def]
         return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, I64)
 
     return types.int64(array), generate
+
+
+def _tail(v: Vectors, begin: Any, count: Any) -> Any:
+    """Which lanes of the vector that begins at `begin` lie before `count`."""
+    kind = ir.VectorType(I64, v.lanes)
+    numbers = ir.Constant(kind, list(range(v.lanes)))
+    left = v.builder.insert_element(ir.Constant(kind, ir.Undefined), v.builder.sub(count, begin), ir.Constant(I32, 0))
+    left = v.builder.shuffle_vector(
+        left, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, v.lanes), [0] * v.lanes)
+    )
+    return v.builder.icmp_signed("<", numbers, left)
+
+
+def _exp(v: Vectors, x: Any) -> Any:
+    """exp of x <= 0, relative error below 1e-6; 0 from -87 down; NaN of NaN. As 2 ** n × 2 ** f with |f| <= 1/2."""
+    b, kind = v.builder, v.type
+
+    def constant(value: float) -> Any:
+        return ir.Constant(kind, [value] * v.lanes)
+
+    def unary(name: str, value: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            b.module, ir.FunctionType(kind, [kind]), f"llvm.{name}.v{v.lanes}f32"
+        )
+        return b.call(function, [value])
+
+    scaled = b.fmul(x, constant(1.4426950408889634))
+    n = unary("rint", scaled)
+    # ln 2 in two parts: the first is exact in float32, and so is its product with n.
+    f = v.fma(n, constant(-0.693145751953125), x)
+    f = v.fma(n, constant(-1.4286068203094172e-06), f)
+    result = constant(1 / 720)
+    for factor in (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+        result = v.fma(result, f, constant(factor))
+    wide = ir.VectorType(I32, v.lanes)
+    is_small = b.fcmp_ordered("<", x, constant(-87.0))
+    power = b.fptosi(b.select(is_small, constant(0.0), n), wide)
+    # A NaN gives some power or other, and its product with the NaN in `result` is NaN again.
+    bits = b.shl(b.add(power, ir.Constant(wide, [127] * v.lanes)), ir.Constant(wide, [23] * v.lanes))
+    is_nan = b.fcmp_unordered("uno", x, x)
+    return b.select(is_nan, x, b.select(is_small, constant(0.0), b.fmul(result, b.bitcast(bits, kind))))
+
+
+@intrinsic
+def largest(tc, address, count):  # type: ignore[no-untyped-def]
+    """The largest of `count` float32; NaN is passed over."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        v, (begin, count) = Vectors(context, builder, 4), args
+        lowest = ir.Constant(v.type, [float("-inf")] * v.lanes)
+        best = cgutils.alloca_once_value(builder, lowest)
+        with cgutils.for_range_slice(builder, v.number(0), count, v.number(v.lanes), I64) as (t, _):
+            value = v.load_floats(builder.add(begin, builder.mul(t, v.number(4))))
+            value = builder.select(_tail(v, t, count), value, lowest)
+            before = builder.load(best)
+            builder.store(builder.select(builder.fcmp_ordered(">", value, before), value, before), best)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(F32, [v.type]), f"llvm.vector.reduce.fmax.v{v.lanes}f32"
+        )
+        return builder.call(function, [builder.load(best)])
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic
+def exponentials(tc, address, count, top, scale):  # type: ignore[no-untyped-def]
+    """Put exp((x - top) × scale) in the place of each of `count` float32, none above `top`; returns their sum."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        v, (begin, count, top, scale) = Vectors(context, builder, 4), args
+        total = cgutils.alloca_once_value(builder, v.zero)
+        tops, scales = v.splat(top), v.splat(scale)
+        with cgutils.for_range_slice(builder, v.number(0), count, v.number(v.lanes), I64) as (t, _):
+            place = builder.add(begin, builder.mul(t, v.number(4)))
+            value = _exp(v, builder.fmul(builder.fsub(v.load_floats(place), tops), scales))
+            value = builder.select(_tail(v, t, count), value, v.zero)
+            v.store_floats(value, place)
+            builder.store(builder.fadd(builder.load(total), value), total)
+        return v.sum_lanes(builder.load(total))
+
+    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
+
+
+@intrinsic
+def load_operand_number(tc, address, index, element):  # type: ignore[no-untyped-def]
+    """What `store_operand` has put there: float32, already rounded."""
+    size = _length(element)
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        return builder.load(_operand_place(builder, arguments[0], arguments[1], lanes(context), size), typ=F32)
+
+    return types.float32(address, index, element), generate

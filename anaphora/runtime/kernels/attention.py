@@ -1,0 +1,95 @@
+"""Attention over the pool for few new tokens: a context is cut into chunks of tokens, which threads share out.
+
+Knows addresses, rows and chunks; knows nothing of blocks and requests. All heads of a chunk are one thread's work, so that
+a chunk's keys and values are read from memory once, whoever asks for them. Each (chunk, new token, head) leaves a
+partial result: the largest score, the sum of exponentials and the unnormalised values. The chunks' borders do not
+depend on the number of threads, and partial results are merged in order: the same bits at every run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from anaphora.runtime.kernels.compiling import kernel
+from anaphora.runtime.kernels.vectors import (
+    address_of,
+    exponentials,
+    largest,
+    num_lanes,
+    score,
+    store_operand,
+    weigh,
+)
+
+CHUNK_TOKENS = 256
+
+
+@kernel
+def attend_chunk(  # type: ignore[no-untyped-def]
+    queries, keys, values, rows, tokens, visible, slots, num_heads, num_kv_heads, scale, scores, tops, sums, partials,
+    head_dim, element,
+):  # fmt: skip
+    """One chunk for every new token that sees some of it.
+
+    queries: address of operands [tokens of the step, num_heads, head_dim]. keys, values: addresses of a layer's pool.
+    rows: address of the chunk's row offsets (bytes, int64), readable up to a multiple of the lanes.
+    tokens, visible, slots: int64 arrays, one entry for each such token: its number, how many of the chunk's keys it
+        sees (at least one), and where its partial result goes.
+    scores: float32 scratch [group * CHUNK_TOKENS]. tops, sums: [slots, num_heads]; partials: [slots, num_heads, head_dim].
+    """
+    dim = 16 * len(head_dim)
+    group = num_heads // num_kv_heads
+    lanes = num_lanes()
+    at_once = max(1, min(4, 16 * 16 // dim // (32 // lanes)))  # heads whose values fit into registers together
+    stride = 4 * CHUNK_TOKENS
+    scores_at = address_of(scores)
+    for kv_head in range(num_kv_heads):
+        offset = kv_head * dim * len(element)
+        for j in range(len(tokens)):
+            count = visible[j]
+            for g in range(group):
+                head = kv_head * group + g
+                query = queries + (tokens[j] * num_heads + head) * dim * 4
+                line = scores_at + g * stride
+                for t in range(0, count, lanes):
+                    score(query, keys + offset, rows + 8 * t, line + 4 * t, head_dim, element)
+                top = largest(line, count)
+                tops[slots[j], head] = top
+                sums[slots[j], head] = exponentials(line, count, top, scale)
+            g = 0
+            while g < group:
+                out = address_of(partials) + 4 * (slots[j] * num_heads + kv_head * group + g) * dim
+                line = scores_at + g * stride
+                n = min(group - g, at_once)
+                if n >= 4:
+                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0, 0, 0, 0), head_dim, element)
+                    g += 4
+                elif n == 3:
+                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0, 0, 0), head_dim, element)
+                    g += 3
+                elif n == 2:
+                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0, 0), head_dim, element)
+                    g += 2
+                else:
+                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0,), head_dim, element)
+                    g += 1
+
+
+@kernel
+def merge(begin, end, head, scale, tops, sums, partials, out, first, head_dim, element):  # type: ignore[no-untyped-def]
+    """One head of one token from its partial results [begin, end) into operand numbers [first, first + head_dim)."""
+    dim = 16 * len(head_dim)
+    top = tops[begin, head]
+    for c in range(begin + 1, end):
+        top = max(top, tops[c, head])
+    total = np.float32(0)
+    merged = np.zeros(dim, np.float32)
+    for c in range(begin, end):
+        factor = np.float32(math.exp((tops[c, head] - top) * scale))
+        total += factor * sums[c, head]
+        for d in range(dim):
+            merged[d] += factor * partials[c, head, d]
+    for d in range(dim):
+        store_operand(out, first + d, merged[d] / total, element)
