@@ -90,8 +90,8 @@ def build_app(
             Route("/v1/completions", generating("completions", prepare_completion), methods=["POST"]),
             Route("/v1/chat/completions", generating("chat", prepare_chat), methods=["POST"]),
             Route("/v1/responses", generating("responses", prepare_response), methods=["POST"]),
-            Route("/tokenize", _JsonEndpoint(service, tokenize), methods=["POST"]),
-            Route("/detokenize", _JsonEndpoint(service, detokenize), methods=["POST"]),
+            Route("/tokenize", _JsonEndpoint(service, places, tokenize), methods=["POST"]),
+            Route("/detokenize", _JsonEndpoint(service, places, detokenize), methods=["POST"]),
             Route("/reset_prefix_cache", site.reset_prefix_cache, methods=["POST"]),
             Route("/health", site.health),
             Route("/ready", site.health),
@@ -153,13 +153,15 @@ class _Site:
 class _JsonEndpoint:
     """An ASGI application: JSON in, JSON out, at once."""
 
-    def __init__(self, service: Service, answer: _Answer) -> None:
+    def __init__(self, service: Service, places: Places, answer: _Answer) -> None:
         self._service = service
+        self._places = places
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection, config = Connection(scope, receive, send), self._service.config
         self._service.authenticate(scope)
+        self._places.take()
         try:
             async with asyncio.timeout(config.request_timeout_s):
                 body = await connection.body(config.max_body_bytes)
@@ -169,6 +171,8 @@ class _JsonEndpoint:
             raise ApiError(504, message, code="request_timeout") from None
         except ClientGoneError:
             return
+        finally:
+            self._places.give_back(1)
 
 
 def _preempt_running(body: bytes) -> bool:

@@ -10,6 +10,7 @@ refused, client gone, deadline, shutdown), its place and its blocks are given ba
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,9 @@ from anaphora.server.metrics import Metrics
 from anaphora.server.tenants import Caller
 
 _logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 2.0
+"""How long a client may take to receive an error."""
 
 
 @dataclass(slots=True)
@@ -168,11 +172,15 @@ class _Exchange:
         self._places_taken = 0
 
     async def send_error(self, error: ApiError) -> None:
-        if not self._connection.has_begun:
-            await self._connection.send_json(error.status, error.body, error.headers)
-        elif self._job is not None and self._job.stream:
-            await self._connection.send_events(self._job.error_events(error))
-            await self._connection.end_stream(self._job.end_mark)
+        """The last words. A client that does not read them holds nothing: what it had is given back first."""
+        self.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                if not self._connection.has_begun:
+                    await self._connection.send_json(error.status, error.body, error.headers)
+                elif self._job is not None and self._job.stream:
+                    await self._connection.send_events(self._job.error_events(error))
+                    await self._connection.end_stream(self._job.end_mark)
 
     def _take_places(self, count: int) -> None:
         self._endpoint.places.take(count)

@@ -15,7 +15,7 @@ from anaphora.cli.options import EngineOptions, SamplingOptions
 from anaphora.config import EngineConfig
 from anaphora.sampling_params import SamplingParams
 
-COMMANDS = ("generate", "chat", "demo", "models")
+COMMANDS = ("generate", "chat", "demo", "models", "serve", "simulate")
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +63,11 @@ def test_openmp_threads_sleep_unless_the_user_wants_them_to_spin(given: dict[str
     ("arguments", "message"),
     [
         (["generate", "a", "--top-p", "0"], "top_p must be in (0, 1], got 0; for greedy choice set temperature=0"),
-        (["generate", "a", "--max-tokens", "0"], "max_tokens must be an integer >= 1, got 0"),
+        (
+            ["generate", "a", "--max-tokens", "0"],
+            "max_tokens must be an integer >= 1 (or 0 with prompt_logprobs, which scores the prompt and generates "
+            "nothing), got 0",
+        ),
         (
             ["generate", "a", "--temperature", "nan"],
             "temperature must be a finite number, got nan; in [0, 100]; 0 is greedy",

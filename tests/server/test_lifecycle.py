@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -16,6 +17,7 @@ import pytest
 from server_world import Live, cached, serving
 from tiny_llama import ids
 
+from anaphora.server.app import build_app
 from anaphora.server.config import ServerConfig
 
 
@@ -135,6 +137,35 @@ def test_time_is_up(make_engine: Any) -> None:
         assert done == "data: [DONE]"
         until(lambda: is_idle(live), 1)
         assert live.metrics()['http_requests_total{endpoint="completions",outcome="timeout"}'] == 2
+
+
+def test_a_client_that_reads_nothing_holds_nothing_when_its_time_is_up(make_engine: Any) -> None:
+    engine = make_engine()
+    app = build_app(engine, ServerConfig(request_timeout_s=0.3), model_name="tiny", max_num_seqs=4)
+    body = json.dumps({"prompt": ids(1, 40), "stream": True, **ENDLESS}).encode()
+    requests = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        if not requests:
+            await asyncio.sleep(60)
+        return requests.pop()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)  # the socket's buffer is full
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+
+    async def main() -> None:
+        async with app.router.lifespan_context(app):
+            exchange = asyncio.ensure_future(app(scope, receive, send))
+            await asyncio.sleep(0.2)
+            assert engine.num_unfinished == 1
+            await asyncio.sleep(0.6)
+            assert engine.num_unfinished == 0
+            await asyncio.wait_for(exchange, 10)
+
+    asyncio.run(main())
 
 
 def test_a_body_that_never_comes_is_given_up(make_engine: Any) -> None:
