@@ -91,8 +91,7 @@ class LiveRequest:
         """The last output: what was held back is given out, and the whole is put together, once."""
         rest = ""
         if self._detokenizer is not None and self.matched_stop is None:
-            rest = self._stops.add(self._detokenizer.flush(), may_end=self._may_stop)
-            rest += "" if self.matched_stop is not None else self._stops.flush()
+            rest = self._stops.flush() + self._detokenizer.flush()  # the end is decided: no stop string is sought here
             self._texts.append(rest)
         return StepOutput(
             request_id=self.request.request_id,

@@ -19,7 +19,7 @@ from anaphora.runtime.fast_forward import make_forward
 from anaphora.runtime.grammar import GrammarError, GrammarFactory
 from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
-from anaphora.runtime.request_state import RequestState
+from anaphora.runtime.admitted_request import AdmittedRequest
 from anaphora.runtime.sampler import SamplingRow, report, sample
 
 # Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.
@@ -63,7 +63,7 @@ class TorchExecutor:
         self._tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self._forward = make_forward(module, self._layout, fast=fast_forward)
         self._grammars = grammars
-        self._requests: dict[RequestId, RequestState] = {}
+        self._requests: dict[RequestId, AdmittedRequest] = {}
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -79,8 +79,6 @@ class TorchExecutor:
                 self._tables.release_row(released.row)
         for admission in plan.admitted:
             self._admit(admission)
-        if not plan.scheduled:
-            return StepResult(sampled={})
         states = [self._requests[request.request_id] for request in plan.scheduled]
         rows = [state.row for state in states]
         self._tables.append([(row, request.new_block_ids) for row, request in zip(rows, plan.scheduled, strict=True)])
@@ -90,11 +88,8 @@ class TorchExecutor:
             context = PagedContext(self.cache, self._layout.layers, inputs.slot_mapping, inputs.groups)
             logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context)
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
-            failed = self._find_failed(plan.scheduled, rows, inputs, logits, hidden)
-            num_failed = len(failed)
+            failed = self._find_failed(plan.scheduled, inputs, logits, hidden)
             scores = self._score(plan.scheduled, states, inputs, hidden, failed)
-            if len(failed) > num_failed:
-                self._add_readers(failed, rows, inputs)
             computed = time.perf_counter()
             sampled, unsampled = self._sample(plan.scheduled, states, inputs, logits, failed)
             done = time.perf_counter()
@@ -114,14 +109,13 @@ class TorchExecutor:
         )
 
     def _admit(self, admission: Admission) -> None:
-        row = self._tables.take_row()
-        device = self._tables.ids.device
-        self._requests[admission.request_id] = RequestState(admission, row, self.vocab_size, device, self._grammars)
+        state = AdmittedRequest(admission, self.vocab_size, self._tables.ids.device, self._grammars)
+        state.row = self._tables.take_row()  # last: a request that cannot be made takes none
+        self._requests[admission.request_id] = state
 
     def _find_failed(
         self,
         scheduled: tuple[ScheduledRequest, ...],
-        rows: list[int],
         inputs: StepInputs,
         logits: torch.Tensor,
         hidden: torch.Tensor | None,
@@ -144,21 +138,12 @@ class TorchExecutor:
         for i, finite_logits in zip(inputs.sampled, logits.isfinite().all(dim=-1).tolist(), strict=True):
             if not finite_logits and i not in failed:
                 failed[i] = "the model's logits are not finite"
-        self._add_readers(failed, rows, inputs)
         return failed
-
-    def _add_readers(self, failed: dict[int, str], rows: list[int], inputs: StepInputs) -> None:
-        """Requests that share a block written by a failed one fail too: what they read is wiped."""
-        tainted = torch.cat([inputs.slot_mapping[slice(*inputs.spans[i])] for i in failed]) // self._tables.block_size
-        for i, row in enumerate(rows):
-            table = self._tables.ids[row, : self._tables.lengths[row]]
-            if i not in failed and bool(torch.isin(table, tainted).any()):
-                failed[i] = "a request of the same step whose blocks it shares gave a non-finite output"
 
     def _score(
         self,
         scheduled: tuple[ScheduledRequest, ...],
-        states: list[RequestState],
+        states: list[AdmittedRequest],
         inputs: StepInputs,
         hidden: torch.Tensor | None,
         failed: dict[int, str],
@@ -185,7 +170,7 @@ class TorchExecutor:
     def _sample(
         self,
         scheduled: tuple[ScheduledRequest, ...],
-        states: list[RequestState],
+        states: list[AdmittedRequest],
         inputs: StepInputs,
         logits: torch.Tensor,
         failed: dict[int, str],

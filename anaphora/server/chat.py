@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from anaphora.engine.outputs import Logprob, RequestOutput
+from anaphora.engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.choices import ChoicesJob, check_choice_fields
 from anaphora.server.errors import ApiError, invalid, unsupported
@@ -15,6 +15,7 @@ from anaphora.server.generation import Arrival
 from anaphora.server.sampling import ENGINE_NAMES, check_n, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import chat_logprobs
+from anaphora.server.tool_calls import ToolCallReader
 
 _NAMES = MappingProxyType({**ENGINE_NAMES, "logprobs": "top_logprobs"})
 
@@ -32,15 +33,35 @@ class ChatJob(ChoicesJob):
     ) -> None:
         super().__init__(service, fields, arrival, [prompt], params)
         self._as_ids = bool(fields.return_tokens_as_token_ids)
+        self._reads_calls = bool(fields.tools) and fields.tool_choice != "none" and service.text.writes_tool_calls
+        self._readers: dict[int, ToolCallReader] = {}
 
     def whole(self, index: int, output: RequestOutput, first: RequestOutput) -> dict[str, Any]:
         completion = output.outputs[0]
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if self._reads_calls:
+            reader = self._readers[index] = ToolCallReader()
+            content = reader.add(completion.text)[0] + reader.flush()
+            message["content"] = content or (None if reader.calls else "")
+            if reader.calls:
+                message["tool_calls"] = reader.calls
         return {"message": message, "logprobs": self._logprobs(completion.logprobs or ())}
 
-    def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": text} if is_first else {"content": text}
-        return {"delta": delta, "logprobs": self._logprobs(logprobs)}
+    def delta(self, index: int, step: StepOutput, is_first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        delta["content"] = step.text
+        if self._reads_calls:
+            reader = self._readers.setdefault(index, ToolCallReader())
+            num_before = len(reader.calls)
+            content, calls = reader.add(step.text)
+            delta["content"] = content + (reader.flush() if step.finished else "")
+            if calls:
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_before)]
+        return {"delta": delta, "logprobs": self._logprobs(step.logprobs or ())}
+
+    def finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
+        has_calls = index in self._readers and bool(self._readers[index].calls)
+        return "tool_calls" if has_calls and completion.finish_reason == "stop" else completion.finish_reason
 
     def _logprobs(self, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Any] | None:
         return None if self.num_logprobs is None else chat_logprobs(steps, self.num_logprobs, as_ids=self._as_ids)

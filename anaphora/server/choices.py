@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from anaphora.engine.async_engine import NewRequest
-from anaphora.engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
+from anaphora.engine.outputs import CompletionOutput, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.connection import event
 from anaphora.server.errors import invalid, unsupported
@@ -65,8 +65,11 @@ class ChoicesJob(Job):
         """What a choice of the reply says besides index and reasons. first: the prompt's first choice: it scores it."""
 
     @abstractmethod
-    def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
+    def delta(self, index: int, step: StepOutput, is_first: bool) -> dict[str, Any]:
         """What a chunk's choice says besides index and reasons."""
+
+    def finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
+        return completion.finish_reason
 
     # -- Job -----------------------------------------------------------------------------------------------------------
 
@@ -74,7 +77,7 @@ class ChoicesJob(Job):
         choices = []
         for index, output in enumerate(outputs):
             completion, first = output.outputs[0], outputs[index // self.n * self.n]
-            choice = {"index": index, **self.whole(index, output, first), **self._end(completion, output)}
+            choice = {"index": index, **self.whole(index, output, first), **self._end(index, output)}
             if self.fields.return_token_ids:
                 choice["token_ids"] = list(completion.token_ids)
                 if not self.top_prompt_ids:
@@ -94,11 +97,11 @@ class ChoicesJob(Job):
         self._begun.add(index)
         if not (is_first or step.text or step.finished or step.logprobs or self.fields.return_token_ids):
             return  # the token's text is not certain yet
-        choice = {"index": index, **self.delta(index, step.text, step.logprobs or (), is_first)}
+        choice = {"index": index, **self.delta(index, step, is_first)}
         if step.output is None:
             choice["finish_reason"] = None
         else:
-            choice |= self._end(step.output.outputs[0], step.output)
+            choice |= self._end(index, step.output)
         head = {**self._head, "object": self.chunk_kind}
         if self.fields.return_token_ids:
             choice["token_ids"] = list(step.token_ids)
@@ -111,8 +114,10 @@ class ChoicesJob(Job):
             head = {**self._head, "object": self.chunk_kind}
             yield event({**head, "choices": [], "usage": usage_of(outputs, self.n)})
 
-    def _end(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        end: dict[str, Any] = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    def _end(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        completion = output.outputs[0]
+        reason = self.finish_reason(index, completion)
+        end: dict[str, Any] = {"finish_reason": reason, "stop_reason": completion.stop_reason}
         if self.fields.return_timing and self._arrival.tokenized_s is not None:
             end["timing"] = timing(output.metrics, self._arrival.tokenized_s - self._arrival.arrival_s)
         return end

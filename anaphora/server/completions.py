@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anaphora.engine.outputs import Logprob, RequestOutput
+from anaphora.engine.outputs import Logprob, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.choices import ChoicesJob, check_choice_fields
 from anaphora.server.config import ServerConfig
@@ -57,13 +57,13 @@ class CompletionJob(ChoicesJob):
             shown = self._logprobs(steps, offset=len(echo))
         return {"text": echo + completion.text, "logprobs": shown}
 
-    def delta(self, index: int, text: str, logprobs: Sequence[Mapping[int, Logprob]], is_first: bool) -> dict[str, Any]:
+    def delta(self, index: int, step: StepOutput, is_first: bool) -> dict[str, Any]:
         echo = self._echoes[index // self.n] if is_first else ""
         offset = self._offsets.get(index, len(echo))
-        shown = self._logprobs(logprobs, offset=offset)
+        shown = self._logprobs(step.logprobs or (), offset=offset)
         if shown is not None:
             self._offsets[index] = offset + sum(map(len, shown["tokens"]))
-        return {"text": echo + text, "logprobs": shown}
+        return {"text": echo + step.text, "logprobs": shown}
 
     def _logprobs(
         self, steps: Sequence[Mapping[int, Logprob]], *, offset: int = 0, first_token: str | None = None

@@ -12,6 +12,7 @@ from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
 from anaphora.engine.prompt_check import check_text, check_token_ids
 from anaphora.errors import InvalidParameterError, PromptTooLongError
+from anaphora.server.tool_calls import reads_template
 
 MAX_CHARS_PER_TOKEN = 128
 """A text of more characters per token of the context limit is refused before it is tokenised: words are shorter."""
@@ -26,6 +27,7 @@ class TextTools:
         self._bos_token: str | None = getattr(self.tokenizer, "bos_token", None)
         self._bos_token_id: int | None = getattr(self.tokenizer, "bos_token_id", None)
         self.template_reads_tools = "tools" in str(getattr(self.tokenizer, "chat_template", None) or "")
+        self.writes_tool_calls = reads_template(getattr(self.tokenizer, "chat_template", None))
         if self.tokenizer is not None:  # the first call settles its truncation state, which no later call then changes
             self.tokenizer.encode("a", add_special_tokens=False)
 

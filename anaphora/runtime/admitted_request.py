@@ -16,21 +16,20 @@ from anaphora.runtime.grammar import GrammarFactory, GrammarState
 from anaphora.runtime.sampler import SamplingRow, TokenCounts
 
 
-class RequestState:
-    """row: in the block tables. prompt: its tokens, None unless their log-probabilities are wanted."""
+class AdmittedRequest:
+    """row: in the block tables, once it has one. prompt: its tokens, None unless their log-probabilities are wanted."""
 
     __slots__ = ("_counts", "_end_token_ids", "_grammar", "_may_end_at", "_seed", "prompt", "row", "sampling")
 
     def __init__(
         self,
         admission: Admission,
-        row: int,
         vocab_size: int,
         device: torch.device,
         grammars: GrammarFactory | None,
     ) -> None:
         sampling, num_prompt_tokens = admission.sampling, admission.num_prompt_tokens
-        self.row = row
+        self.row = -1
         self.sampling = sampling
         self.prompt = None if sampling.prompt_logprobs is None else admission.token_ids[:num_prompt_tokens]
         self._seed = admission.seed
