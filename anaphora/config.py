@@ -50,6 +50,7 @@ class EngineConfig:
         loaded; off runs every model through the layers of `transformers`.
     num_threads: torch's threads within the process; None leaves torch's choice.
     seed: where requests without a seed draw theirs from.
+    cache_dir: where fetched and converted models are kept; None takes the user's cache folder.
 
     Raises ConfigError.
     """

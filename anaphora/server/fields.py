@@ -124,11 +124,17 @@ class DetokenizeFields(RequestFields):
     skip_special_tokens: bool | None = None
 
 
+MAX_CONTAINERS = 200_000
+"""Most opening brackets and braces in a body, those in strings among them. Python cannot do anything else while a body
+becomes objects: a second for a million of them. No prompt that fits has so many."""
+
 _Fields = TypeVar("_Fields", bound=RequestFields)
 
 
 def parse_fields(kind: type[_Fields], body: bytes) -> _Fields:
     """A JSON body as its model. Raises ApiError that names the field."""
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        raise invalid("body", f"the body holds more than {MAX_CONTAINERS} lists and objects", "invalid_value")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -21,43 +21,50 @@ def reads_template(chat_template: object) -> bool:
 class ToolCallReader:
     """One output. calls: found so far, in OpenAI's shape."""
 
-    __slots__ = ("_held", "_inside", "calls")
+    __slots__ = ("_after_call", "_held", "_inside", "calls")
 
     def __init__(self) -> None:
         self._held = ""
         self._inside = False
+        self._after_call = False  # the white space between calls is no content
         self.calls: list[dict[str, Any]] = []
 
     def add(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """The text that is certainly none of a call, and the calls that this piece completes."""
         self._held += text
-        shown, found = [], []
+        shown: list[str] = []
+        found: list[dict[str, Any]] = []
         while True:
             before, mark, after = self._held.partition(CLOSE if self._inside else OPEN)
             if not mark:
                 break
             self._held, self._inside = after, not self._inside
             if self._inside:
-                shown.append(before)
+                shown.append(self._visible(before))
             elif (call := _parse(before)) is not None:
                 found.append(call)
+                self._after_call = True
             else:
+                self._after_call = False
                 shown.append(OPEN + before + CLOSE)
         if not self._inside:
             keep = _overlap(self._held)
-            shown.append(self._held[: len(self._held) - keep])
+            shown.append(self._visible(self._held[: len(self._held) - keep]))
             self._held = self._held[len(self._held) - keep :]
-        content = "".join(shown)
-        if (self.calls or found) and not content.strip():
-            content = ""  # the line breaks between calls
         self.calls += found
-        return content, found
+        return "".join(shown), found
 
     def flush(self) -> str:
         """The text still held back, at the end of the output: a call without its end is none."""
         rest = (OPEN if self._inside else "") + self._held
         self._held, self._inside = "", False
         return rest
+
+    def _visible(self, text: str) -> str:
+        if self._after_call:
+            text = text.lstrip()
+            self._after_call = not text
+        return text
 
 
 def _parse(text: str) -> dict[str, Any] | None:

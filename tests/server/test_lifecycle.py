@@ -209,11 +209,12 @@ def test_a_stream_that_waits_sends_comments(make_engine: Any) -> None:
 def test_health_answers_while_a_long_prompt_is_read_and_tokenised(make_engine: Any) -> None:
     with serving(make_engine(max_model_len=4096, num_blocks=300)) as live:
         replies: list[httpx2.Response] = []
-        texts = ["x" * 5_000_000, "word " * 100_000]  # one refused by its length, one by its tokens
+        # Refused by its length, by its tokens, by its number of ids, and as too many things.
+        prompts: list[Any] = ["x" * 5_000_000, "word " * 100_000, [8] * 2_000_000, [[8]] * 1_000_000]
         client = httpx2.Client(base_url=live.url, timeout=60)
 
         def ask() -> None:
-            replies.extend(client.post("/v1/completions", json={"prompt": text}) for text in texts)
+            replies.extend(client.post("/v1/completions", json={"prompt": prompt}) for prompt in prompts)
 
         thread = threading.Thread(target=ask)
         thread.start()
@@ -224,7 +225,8 @@ def test_health_answers_while_a_long_prompt_is_read_and_tokenised(make_engine: A
             worst = max(worst, time.monotonic() - begin)
             time.sleep(0.02)
         client.close()
-        assert [reply.json()["error"]["code"] for reply in replies] == ["context_length_exceeded"] * 2
+        codes = [reply.json()["error"]["code"] for reply in replies]
+        assert codes == ["context_length_exceeded"] * 3 + ["invalid_value"]
         assert worst < 0.5
 
 
