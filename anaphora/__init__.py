@@ -2,7 +2,8 @@
 
     from anaphora import LLM, SamplingParams
 
-Importing the package, or `anaphora.core`, imports no tensor library: `LLM` is fetched when it is first asked for.
+Importing the package, or `anaphora.core`, imports no tensor library: `LLM` is fetched when it is first asked for, and lets
+idle OpenMP threads sleep unless OMP_WAIT_POLICY is set (anaphora.api.openmp).
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams"]
 def __getattr__(name: str) -> object:
     if name == "LLM":
         from anaphora.api.llm import LLM
+        from anaphora.api.openmp import let_idle_threads_sleep
 
+        let_idle_threads_sleep()
         return LLM
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("anaphora")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

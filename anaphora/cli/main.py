@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from anaphora.api.openmp import let_idle_threads_sleep
 from anaphora.cli import console
 from anaphora.cli.chat import chat
 from anaphora.cli.demo import demo
@@ -77,9 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: it failed, or a claim of the demo does not hold. 2: wrong usage, request or option. 130: interrupted.
     """
-    # Idle OpenMP threads spin while they wait and take whole cores from everybody else on a shared machine. OpenMP
-    # reads this once, when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_idle_threads_sleep()
     try:
         app(args=argv, prog_name="anaphora")
         code = 0

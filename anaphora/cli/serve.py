@@ -6,6 +6,7 @@ Every option can stand in a file (--config), under its long name; the command li
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import sys
@@ -156,6 +157,9 @@ def serve(
     )
 
     def on_ready() -> None:
+        # What was loaded stays. Collections that walk through all of it stop every thread, for 0.1 s and more.
+        gc.collect()
+        gc.freeze()
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         num_tokens, num_bytes = running.num_blocks * running.block_size, running.kv_cache_bytes

@@ -37,9 +37,7 @@ class Chunks:
     token_partials: Int64
 
 
-def cut_into_chunks(
-    groups: Sequence[AttentionGroup], positions: Int64, block_size: int, chunk_tokens: int
-) -> Chunks:
+def cut_into_chunks(groups: Sequence[AttentionGroup], positions: Int64, block_size: int, chunk_tokens: int) -> Chunks:
     """positions: of each token of the packed batch. chunk_tokens: tokens of a chunk."""
     num_chunks = positions // chunk_tokens + 1
     token_partials = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_chunks)])

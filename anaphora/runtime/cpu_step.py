@@ -6,54 +6,72 @@ what is done to the weights between steps is seen. Imports Numba: import it only
 
 from __future__ import annotations
 
-from functools import partial
+import ctypes
+import platform
+import sys
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from anaphora.core.ids import cdiv
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.chunks import cut_into_chunks
 from anaphora.runtime.decoder import Decoder, DecoderLayer, NotRecognisedError, Parameters
-from anaphora.runtime.kernels import barrier, step
+from anaphora.runtime.kernels import barrier, step, tiles
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS
 from anaphora.runtime.threads import ThreadTeam
 
 ALIGNMENT_BYTES = 64
 """Every size along which a kernel sums must be a multiple of this many bytes of elements."""
 
+# Up to where a step of the kernels takes less time than torch's products do: measured for SmolLM2-135M, see docs/log.md.
+MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
+MAX_TOKENS_TILES = 64
+
 
 class CpuStep:
-    """Runs steps of up to max_tokens tokens of one decoder. Raises NotRecognisedError if the kernels cannot."""
+    """Runs steps of few tokens of one decoder, with as many threads as torch has.
 
-    def __init__(self, decoder: Decoder, num_heads: int, num_kv_heads: int, max_tokens: int, num_threads: int) -> None:
-        first = decoder.layers[0]
-        weight = _tensor(first.gate)
+    max_tokens: from more tokens on, torch's matrix products are the faster ones.
+    Raises NotRecognisedError if the kernels cannot run this decoder.
+    """
+
+    def __init__(self, decoder: Decoder, num_heads: int, num_kv_heads: int) -> None:
+        weight = _tensor(decoder.layers[0].gate)
         self._mlp_size, self._hidden_size = weight.shape
         self._vocab_size = _tensor(decoder.head).shape[0]
         self._dtype = weight.dtype
-        self.max_tokens = max_tokens
-        self._check(decoder)
         self._decoder = decoder
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._check(decoder)
+        self._use_tiles = self._dtype == torch.bfloat16 and step.has_tile_unit() and tiles_allowed()
+        self.max_tokens = MAX_TOKENS_TILES if self._use_tiles else MAX_TOKENS[self._dtype]
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
-        self._team = ThreadTeam(num_threads, barrier.BARRIER_SIZE)
+        self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
         attention_size = num_heads * decoder.head_dim
-        operand = max(self._hidden_size, self._mlp_size, attention_size)
+        largest = max(self._hidden_size, self._mlp_size, attention_size)
         widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._vocab_size)
-        self._x = np.zeros(((num_threads + 1) * max_tokens * operand), dtype=np.float32)
-        self._queries = np.zeros(max_tokens * attention_size, dtype=np.float32)
-        self._wide = np.zeros((max_tokens, widest), dtype=np.float32)
-        group = num_heads // num_kv_heads
-        self._scores = np.zeros((num_threads, group * CHUNK_TOKENS), dtype=np.float32)
+        num_rows = cdiv(self.max_tokens, 16) * 16
+        self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, self._dtype.itemsize)
+        self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
+        self._queries = _aligned(self.max_tokens * attention_size * 4)
+        self._wide = _aligned(num_rows * widest * 4).view(np.float32).reshape(num_rows, widest)
         self._partials = _Partials(num_heads, decoder.head_dim)
         norms = [(la.input_norm, la.query_norm, la.key_norm, la.mlp_norm) for la in decoder.layers]
         self._eps = np.array(
             [[0.0 if norm is None else norm.eps for norm in four] for four in norms] + [[decoder.norm.eps] * 4],
             dtype=np.float32,
         )
+        self._take_threads(torch.get_num_threads())
+
+    def _take_threads(self, count: int) -> None:
+        self._team = ThreadTeam(count, barrier.BARRIER_SIZE)
+        self._own = _aligned(count * self._own_size)
+        self._scores = np.zeros((count, self._num_heads // self._num_kv_heads * CHUNK_TOKENS), dtype=np.float32)
 
     def _check(self, decoder: Decoder) -> None:
         sample = torch.linspace(-9, 9, 64)
@@ -86,13 +104,39 @@ class CpuStep:
         keep: torch.Tensor,
         context: PagedContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [len(keep), vocab] and final hidden states [T, hidden] from embeddings [T, hidden], which it overwrites."""
+        """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden], which it overwrites."""
+        return self._run(range(len(self._decoder.layers)), hidden, rotations, position_ids, keep, context)
+
+    def run_layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        context: PagedContext,
+    ) -> torch.Tensor:
+        """Hidden states after one layer, in the memory of those before it."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._run(range(number, number + 1), hidden, rotations, position_ids, nothing, context)
+        return hidden
+
+    def _run(
+        self,
+        numbers: range,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: PagedContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.get_num_threads() != self._team.num_threads:
+            self._take_threads(torch.get_num_threads())
         num_tokens = hidden.shape[0]
         cache = context.cache
         chunks = cut_into_chunks(context.groups, position_ids[0].numpy(), cache.block_size, CHUNK_TOKENS)
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
         addresses = np.array(
-            [self._addresses(layer, context) for layer in self._decoder.layers], dtype=np.int64
+            [self._addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
         )
         final = [_address(self._decoder.norm.parameters), _address(self._decoder.head), _bias(self._decoder.head)]
         cos, sin = (part.float().contiguous().numpy() for part in rotations)
@@ -101,14 +145,18 @@ class CpuStep:
         logits = hidden.new_empty((keep.shape[0], self._vocab_size))
         sizes = [num_tokens, self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, self._vocab_size]
         team = self._team
-        barrier_at = team.barrier.ctypes.data
+        buffers = [
+            hidden.data_ptr(), self._shared.ctypes.data, self._queries.ctypes.data, normed.data_ptr(),
+            logits.data_ptr(), team.barrier.ctypes.data,
+        ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            team.num_threads, barrier_at, addresses, np.array(sizes, dtype=np.int64), self._eps,
+            team.num_threads, addresses, np.array([*sizes, self._use_tiles], dtype=np.int64),
+            self._eps[[*numbers, -1]],
             np.float32(self._decoder.layers[0].scaling), cos, sin, context.slot_mapping.numpy(), chunks.items,
             chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,
-            keep.numpy(), np.array(final, dtype=np.int64), hidden.data_ptr(), self._x.ctypes.data,
-            self._queries.ctypes.data, self._wide, self._scores, self._partials.tops, self._partials.sums,
-            self._partials.values, normed.data_ptr(), logits.data_ptr(), self._head_dim, self._element,
+            keep.numpy(), np.array(final, dtype=np.int64), np.array(buffers, dtype=np.int64), self._own.ctypes.data,
+            self._own_size, self._configuration.ctypes.data, self._wide, self._scores, self._partials.tops,
+            self._partials.sums, self._partials.values, self._head_dim, self._element,
         )  # fmt: skip
         team.run(lambda thread: step.run_step(thread, *arguments), self._abandon)
         return logits, normed
@@ -131,6 +179,21 @@ class CpuStep:
             context.cache.keys[pool].data_ptr(),
             context.cache.values[pool].data_ptr(),
         ]
+
+
+def tiles_allowed() -> bool:
+    """Ask the system for the tile unit, which Linux grants to a process on demand. False: there is none."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    request_permission, tile_data, system_call = 0x1023, 18, 158  # arch_prctl
+    return bool(ctypes.CDLL(None).syscall(system_call, request_permission, tile_data) == 0)
+
+
+def _aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeros that begin where a cache line does."""
+    raw = np.zeros(num_bytes + 64, dtype=np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + num_bytes]
 
 
 class _Partials:

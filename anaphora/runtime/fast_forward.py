@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -23,6 +23,9 @@ from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, pro
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from anaphora.runtime.cpu_step import CpuStep
 
 _logger = logging.getLogger(__name__)
 
@@ -44,10 +47,14 @@ class Forward(Protocol):
 
 
 class FastForward:
-    """Runs a recognised decoder layer by layer; the same interface as PagedForward, which it falls back on."""
+    """Runs a recognised decoder layer by layer; the same interface as PagedForward, which it falls back on.
 
-    def __init__(self, module: PreTrainedModel, decoder: Decoder) -> None:
+    kernels: run the steps that they take. None: torch runs every step.
+    """
+
+    def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: CpuStep | None = None) -> None:
         self._decoder = decoder
+        self._kernels = kernels
         self._library = PagedForward(module)
         modules = list(module.modules())
         self._hooks: list[Any] = [part._forward_hooks for part in modules]
@@ -64,6 +71,8 @@ class FastForward:
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
         rotations = decoder.rotations(hidden, position_ids)
+        if self._kernels is not None and self._kernels.takes(hidden.shape[0], context):
+            return self._kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context))
         for layer in decoder.layers:
             hidden = decoder.run_layer(layer, hidden, rotations, context)
         hidden = normalise(hidden, decoder.norm)
@@ -86,17 +95,37 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     """The fastest forward that is exact for this module; `fast` False takes the library's without a look."""
     if not fast:
         return PagedForward(module)
+    name = type(module).__name__
     try:
         decoder = recognise(module)
         _check(module, layout, decoder)
     except (NotRecognisedError, TypeError, AttributeError, RuntimeError) as difference:
-        _logger.info("%s runs through transformers' own layers, which is slower: %s", type(module).__name__, difference)
+        _logger.info("%s runs through transformers' own layers, which is slower: %s", name, difference)
         return PagedForward(module)
-    return FastForward(module, decoder)
+    try:
+        kernels = _make_kernels(module, layout, decoder)
+    except (NotRecognisedError, ImportError) as difference:
+        _logger.info("%s decodes without kernels, which is slower: %s", name, difference)
+        return FastForward(module, decoder)
+    return FastForward(module, decoder, kernels)
+
+
+def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> CpuStep:
+    """Raises NotRecognisedError, or ImportError where Numba is absent."""
+    if module.device.type != "cpu":
+        raise NotRecognisedError(f"it is on {module.device}")
+    try:
+        from anaphora.runtime.cpu_step import CpuStep
+    except ImportError as error:
+        raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
+    (shape,) = set(layout.shapes)
+    kernels = CpuStep(decoder, module.config.get_text_config().num_attention_heads, shape.num_kv_heads)
+    _check(module, layout, decoder, kernels)
+    return kernels
 
 
 @torch.inference_mode()
-def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> None:
+def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: CpuStep | None = None) -> None:
     """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
 
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
@@ -118,14 +147,20 @@ def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> No
     for scheduled, rows in (
         ([_request(0, first[:11])], [0]),
         ([_request(11, first[11:22]), _request(0, second[:17])], [0, 1]),
-        ([_request(22, first[22:]), _request(17, second[17:])], [0, 1]),
+        ([_request(22, first[22:]), _request(17, second[17:])], [0, 1]),  # few enough tokens for any kernel
     ):
         inputs = build_inputs(scheduled, rows, tables, layout.dtype)
-        _check_step(module, layout, decoder, inputs, own, ours)
+        _check_step(module, layout, decoder, kernels, inputs, own, ours)
 
 
 def _check_step(
-    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, inputs: StepInputs, own: KVCache, ours: KVCache
+    module: PreTrainedModel,
+    layout: ModelLayout,
+    decoder: Decoder,
+    kernels: CpuStep | None,
+    inputs: StepInputs,
+    own: KVCache,
+    ours: KVCache,
 ) -> None:
     keep = torch.arange(inputs.input_ids.shape[1], device=module.device)
     context = PagedContext(own, layout.layers, inputs.slot_mapping, inputs.groups)
@@ -139,9 +174,14 @@ def _check_step(
     _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
     rotations = decoder.rotations(states[0], inputs.position_ids)
     context = PagedContext(ours, layout.layers, inputs.slot_mapping, inputs.groups)
+    use_kernels = kernels is not None and kernels.takes(len(keep), context)
     for number, layer in enumerate(decoder.layers):
         before, after = states[2 * number : 2 * number + 2]
-        _compare(f"layer {number}", decoder.run_layer(layer, before.clone(), rotations, context), after, before)
+        if kernels is not None and use_kernels:
+            got = kernels.run_layer(number, before.clone(), rotations, inputs.position_ids, context)
+        else:
+            got = decoder.run_layer(layer, before.clone(), rotations, context)
+        _compare(f"layer {number}", got, after, before)
     _compare("last norm", normalise(states[-1], decoder.norm), final)
     _compare("head", project(final, decoder.head), logits)
 

@@ -312,3 +312,33 @@ def test_a_failed_step_costs_its_requests_only(make_engine: Any) -> None:
         executor.execute = execute
         assert cached(live.generate([8, 9], 3)) == 0
         assert is_idle(live)
+
+
+def test_requests_that_do_not_fit_together_take_turns(make_engine: Any) -> None:
+    with serving(make_engine(num_blocks=32)) as live:
+        got: list[int] = []
+
+        def run(index: int) -> None:
+            with httpx2.Client(base_url=live.url, timeout=60) as client:
+                body = {"prompt": ids(index, 300), "max_tokens": 20, "temperature": 0}
+                got.append(client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"])
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert got == [20] * 10
+        assert is_idle(live)
+
+
+def test_a_request_that_can_never_fit_keeps_nobody_waiting(make_engine: Any) -> None:
+    with serving(make_engine(num_blocks=32)) as live, slowed(live, 0.005):
+        first = connect(live, prompt=ids(1, 40), **ENDLESS)
+        until(lambda: live.metrics()["num_requests_running"] == 1)
+        begin = time.monotonic()
+        error = live.post("/v1/completions", 400, prompt=ids(2, 1000))["error"]
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+        assert time.monotonic() - begin < 1
+        assert len(live.generate(ids(3, 20), 4)["choices"][0]["token_ids"]) == 4
+        first.close()

@@ -13,15 +13,9 @@ import math
 import numpy as np
 
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.vectors import (
-    address_of,
-    exponentials,
-    largest,
-    num_lanes,
-    score,
-    store_operand,
-    weigh,
-)
+from anaphora.runtime.kernels.exponentials import exponentials, largest
+from anaphora.runtime.kernels.products import score, weigh
+from anaphora.runtime.kernels.vectors import address_of, num_lanes, store_element
 
 CHUNK_TOKENS = 256
 
@@ -33,7 +27,7 @@ def attend_chunk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One chunk for every new token that sees some of it.
 
-    queries: address of operands [tokens of the step, num_heads, head_dim]. keys, values: addresses of a layer's pool.
+    queries: address of operands (see products.spread) [tokens, num_heads, head_dim]. keys, values: addresses of a layer's pool.
     rows: address of the chunk's row offsets (bytes, int64), readable up to a multiple of the lanes.
     tokens, visible, slots: int64 arrays, one entry for each such token: its number, how many of the chunk's keys it
         sees (at least one), and where its partial result goes.
@@ -78,18 +72,19 @@ def attend_chunk(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def merge(begin, end, head, scale, tops, sums, partials, out, first, head_dim, element):  # type: ignore[no-untyped-def]
-    """One head of one token from its partial results [begin, end) into operand numbers [first, first + head_dim)."""
-    dim = 16 * len(head_dim)
+def merge(begin, end, head, scale, tops, sums, partials, out, dim, element):  # type: ignore[no-untyped-def]
+    """One head of one token from its partial results [begin, end), as elements."""
     top = tops[begin, head]
     for c in range(begin + 1, end):
         top = max(top, tops[c, head])
     total = np.float32(0)
-    merged = np.zeros(dim, np.float32)
+    first = partials[begin, head]
     for c in range(begin, end):
         factor = np.float32(math.exp((tops[c, head] - top) * scale))
         total += factor * sums[c, head]
+        part = partials[c, head]
         for d in range(dim):
-            merged[d] += factor * partials[c, head, d]
+            before = first[d] if c > begin else np.float32(0)
+            first[d] = before + factor * part[d]
     for d in range(dim):
-        store_operand(out, first + d, merged[d] / total, element)
+        store_element(out + d * len(element), first[d] / total, element)

@@ -1,24 +1,76 @@
-"""Matrix products of a few rows with a weight as it lies in memory, [out, in]: no copy, no packing.
+"""Matrix products of a few rows with a weight as it lies in memory, [out, in]: no copy of the weights, no packing.
 
-Knows addresses; a sum runs across the lanes, and the lanes are added up once for each output. Four outputs share the
-loads of a row of x, and up to four rows share the loads of the weight; more rows read it again from the nearest cache.
+Knows addresses and which of two ways a CPU has: tiles, or vectors. In vectors a sum runs across the lanes, and the lanes
+are added up once for each output; four outputs share the loads of a row of x, and up to four rows share the loads of the
+weight; more rows read it again from the nearest cache.
 """
 
 from __future__ import annotations
 
-
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.vectors import dot
+from anaphora.runtime.kernels.products import dot, spread
+from anaphora.runtime.kernels.tiles import has_tiles, multiply_tiles, pack
+from anaphora.runtime.kernels.vectors import load_element
 
 
 @kernel
-def linear(x, x_stride, num_rows, weight, count, begin, end, out, out_stride, element):  # type: ignore[no-untyped-def]
+def prepare(source, stride, num_rows, count, out, use_tiles, element):  # type: ignore[no-untyped-def]
+    """Make operands for `linear` of rows of elements.
+
+    source: address of rows, `stride` bytes apart; with tiles, rows up to a multiple of 16 are read, whatever they hold.
+    out: room for 4 × count bytes for each of these rows.
+    """
+    if use_tiles and has_tiles():
+        for m in range(0, num_rows, 16):
+            pack(source + m * stride, stride, count, out + m * count * 2)
+    else:
+        for m in range(num_rows):
+            spread(source + m * stride, out + m * count * 4, count, element)
+
+
+@kernel
+def linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch, use_tiles, element):  # type: ignore[no-untyped-def]
     """Outputs [begin, end) of rows x @ weight.T, float32.
 
-    x: address of operands [num_rows, count]; weight: of elements [at least end, count]; out: of float32.
-    Strides in bytes. count: a multiple of 32.
+    x: address of operands [num_rows, count] from `prepare`; weight: of elements [at least end, count]; out: of float32,
+    its stride in bytes; with tiles, rows up to a multiple of 16 are written. scratch: see tiles.
     """
-    w_stride = count * len(element)
+    if use_tiles and has_tiles():
+        tile_linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch)
+    else:
+        vector_linear(x, num_rows, weight, count, begin, end, out, out_stride, element)
+
+
+@kernel
+def tile_linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch):  # type: ignore[no-untyped-def]
+    stride, one, two = 2 * count, (0,), (0, 0)
+    n = begin
+    while n < end:
+        # The last outputs of an odd number are computed with some of those before them once more.
+        if end - n < 16:
+            n = end - 16
+        w = weight + n * stride
+        m = 0
+        while m < num_rows:
+            source, target = x + m * stride, out + m * out_stride + 4 * n
+            if num_rows - m > 16:
+                if end - n >= 32:
+                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, two, two)
+                else:
+                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, one, two)
+                m += 32
+            else:
+                if end - n >= 32:
+                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, two, one)
+                else:
+                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, one, one)
+                m += 16
+        n += 32 if end - n >= 32 else 16
+
+
+@kernel
+def vector_linear(x, num_rows, weight, count, begin, end, out, out_stride, element):  # type: ignore[no-untyped-def]
+    w_stride, x_stride = count * len(element), 4 * count
     n = begin
     while n + 4 <= end:
         w = weight + n * w_stride
@@ -38,8 +90,9 @@ def linear(x, x_stride, num_rows, weight, count, begin, end, out, out_stride, el
         n += 4
     while n < end:
         for m in range(num_rows):
+            target = out + m * out_stride + 4 * n
             dot(
-                x + m * x_stride, x_stride, weight + n * w_stride, w_stride, count,
-                out + m * out_stride + 4 * n, out_stride, (0,), (0,), element,
+                x + m * x_stride, x_stride, weight + n * w_stride, w_stride, count, target, out_stride,
+                (0,), (0,), element,
             )  # fmt: skip
         n += 1

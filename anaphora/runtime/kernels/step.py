@@ -1,29 +1,32 @@
 """A whole step of a decoder of the Llama type over few tokens, in one call on every thread.
 
 Knows addresses and sizes; knows nothing of modules and plans. Every thread runs `run_step` with its number; they meet at
-barriers, five a layer, and share out outputs, chunks and heads by number, so that who computes what does not change
-what is computed. Sums are float32; what the module rounds to the weights' dtype between its parts is rounded here, too.
+barriers, six a layer, and share out outputs, chunks and heads by number, so that who computes what does not change
+what is computed. Sums are float32; hidden states, keys, values and what goes into a linear part are elements, rounded as
+the module rounds them.
 
-    x: operands (see vectors). hidden: elements. wide: float32 outputs of the linear parts, before they are rounded.
+Buffers hold rows for a multiple of 16 tokens. `own` belongs to one thread: every thread normalises all tokens for itself,
+which costs less than to wait for others.
 """
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS, attend_chunk, merge
 from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.linear import linear
-from anaphora.runtime.kernels.vectors import (
-    address_of,
-    load_element,
-    load_operand_number,
-    store_element,
-    store_operand,
+from anaphora.runtime.kernels.exponentials import gate
+from anaphora.runtime.kernels.linear import linear, prepare
+from anaphora.runtime.kernels.parts import (
+    add_bias,
+    add_to_hidden,
+    copy_elements,
+    finish_head,
+    normalise,
+    store_line,
 )
+from anaphora.runtime.kernels.products import spread
+from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
+from anaphora.runtime.kernels.vectors import address_of
 
 # Columns of the table of addresses, one row a layer. 0: there is none.
 INPUT_NORM, QUERY, QUERY_BIAS, KEY, KEY_BIAS, VALUE, VALUE_BIAS, OUTPUT, OUTPUT_BIAS = range(9)
@@ -31,88 +34,58 @@ QUERY_NORM, KEY_NORM, MLP_NORM, GATE, GATE_BIAS, UP, UP_BIAS, DOWN, DOWN_BIAS = 
 KEY_POOL, VALUE_POOL = 18, 19
 NUM_COLUMNS = 20
 
+# Places in the array of sizes.
+NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, VOCABULARY, USE_TILES = range(7)
 
-@kernel
-def normalise(source, weight, eps, size, out, element):  # type: ignore[no-untyped-def]
-    """RMS norm of `size` elements into operands."""
-    width = len(element)
-    total = np.float32(0)
-    for i in range(size):
-        value = load_element(source + i * width, element)
-        total += value * value
-    factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(size) + eps))
-    for i in range(size):
-        scaled = load_element(source + i * width, element) * factor
-        store_operand(out, i, scaled * load_element(weight + i * width, element), element)
+# Places in the array of buffers' addresses.
+B_HIDDEN, B_SHARED, B_QUERIES, B_NORMED, B_LOGITS, B_BARRIER = range(6)
+
+# Parts of a thread's own buffer: these, and then what `own_bytes` adds.
+SCRATCH_BYTES = 1024
+CONFIGURATION_BYTES = 64
 
 
-@kernel
-def finish_head(wide, bias, norm, eps, cos, sin, head_dim, element):  # type: ignore[no-untyped-def]
-    """One head of float32 in place: round, add a bias, normalise, turn; each part that has an address.
-
-    wide: float32 array [head_dim]. cos, sin: float32 arrays [head_dim], or empty.
-    """
-    dim = 16 * len(head_dim)
-    width = len(element)
-    if bias != 0:
-        for i in range(dim):
-            wide[i] += load_element(bias + i * width, element)
-    if norm != 0:
-        total = np.float32(0)
-        for i in range(dim):
-            total += wide[i] * wide[i]
-        factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(dim) + eps))
-        for i in range(dim):
-            wide[i] *= factor * load_element(norm + i * width, element)
-    if len(cos) > 0:
-        half = dim // 2
-        for i in range(half):
-            low, high = wide[i], wide[i + half]
-            wide[i] = low * cos[i] + high * sin[i]
-            wide[i + half] = high * cos[i + half] + low * sin[i + half]
+def own_bytes(num_rows: int, hidden_size: int, largest_size: int, element_bytes: int) -> int:
+    """Bytes that a thread needs for itself; sizes are of rows. A multiple of 64."""
+    rows = num_rows * (2 * hidden_size * element_bytes + 4 * largest_size)
+    return SCRATCH_BYTES + CONFIGURATION_BYTES + -(-rows // 64) * 64
 
 
 @kernel
-def add_rounded(hidden, stride, wide, bias, num_tokens, begin, end, element):  # type: ignore[no-untyped-def]
-    """hidden[:, begin:end] += wide[:, begin:end] + bias; rounded before and after, as the module does."""
-    width = len(element)
-    for t in range(num_tokens):
-        for n in range(begin, end):
-            value = wide[t, n]
-            if bias != 0:
-                value += load_element(bias + n * width, element)
-            place = hidden + t * stride + n * width
-            store_element(place, load_element(place, element) + value, element)
+def has_tile_unit():  # type: ignore[no-untyped-def]
+    return has_tiles()
 
 
 @kernel
 def run_step(  # type: ignore[no-untyped-def]
-    thread, num_threads, barrier, addresses, sizes, eps, scale, cos, sin, slots, items, rows,
-    query_tokens, query_visible, query_slots, token_slots, keep, final, hidden, x, queries, wide, scores, tops,
-    sums, partials, normed, logits, head_dim, element,
+    thread, num_threads, addresses, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens, query_visible,
+    query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, scores, tops, sums, partials,
+    head_dim, element,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
     addresses: int64 [layers, NUM_COLUMNS]. final: int64 [3], last norm, head, head's bias.
-    sizes: int64, number of tokens, hidden size, heads, K/V heads, MLP size, vocabulary.
-    eps: float32 [layers, 4], of input norm, query norm, key norm, MLP norm, and in the last row the last norm.
+    eps: float32 [layers + 1, 4], of input norm, query norm, key norm, MLP norm; of the last norm in the last row.
     cos, sin: float32 [tokens, head_dim], the sine's first half negated.
     slots: int64 [tokens], where a token's key and value go. keep: int64, tokens whose logits are wanted.
     items: int64 [chunks, 2], each chunk's part of the arrays query_*. rows: int64 [chunks, CHUNK_TOKENS].
     query_*: see attention.attend_chunk. token_slots: int64 [tokens + 1], each token's partial results.
-    hidden, queries, normed, logits: addresses. x: address of num_threads + 1 buffers of operands [tokens, largest size];
-    the last one is shared. wide: float32 [tokens, largest number of outputs]. scores: float32 [num_threads, ...].
-    normed: elements [tokens, hidden size], the final hidden states; logits: elements [keep, vocabulary].
+    buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
+    elements, operands. configuration: address of the tiles' one, or 0.
+    wide: float32 [tokens, most outputs of a linear part]. scores: float32 [num_threads, ...].
     """
-    num_tokens, size, num_heads, num_kv_heads, mlp_size, vocab = (
-        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-    )  # fmt: skip
+    num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
+    mlp_size, vocabulary, use_tiles = sizes[MLP], sizes[VOCABULARY], sizes[USE_TILES] != 0
+    hidden, shared, queries, barrier = buffers[B_HIDDEN], buffers[B_SHARED], buffers[B_QUERIES], buffers[B_BARRIER]
     dim, width = 16 * len(head_dim), len(element)
-    x_stride = max(max(size, mlp_size), num_heads * dim) * 4
-    own = x + thread * num_tokens * x_stride
-    shared = x + num_threads * num_tokens * x_stride
+    padded = (max(num_tokens, len(keep)) + 15) // 16 * 16
+    scratch = own + thread * own_size
+    saved = scratch + SCRATCH_BYTES
+    plain = saved + CONFIGURATION_BYTES
+    kept = plain + padded * size * width
+    operands = kept + padded * size * width
     wide_at, wide_stride = address_of(wide), 4 * wide.shape[1]
-    stride = size * width
+    stride, attended_stride, mlp_stride = size * width, num_heads * dim * width, mlp_size * width
     num_layers = addresses.shape[0]
     num_units = num_heads + 2 * num_kv_heads
     first_unit, last_unit = thread * num_units // num_threads, (thread + 1) * num_units // num_threads
@@ -122,36 +95,42 @@ def run_step(  # type: ignore[no-untyped-def]
     first_item, last_item = thread * len(items) // num_threads, (thread + 1) * len(items) // num_threads
     num_merges = num_tokens * num_heads
     nothing = cos[0, :0]
+    if use_tiles:
+        store_configuration(saved)
+        load_configuration(configuration)
     for layer in range(num_layers):
         a = addresses[layer]
         for t in range(num_tokens):
-            normalise(hidden + t * stride, a[INPUT_NORM], eps[layer, 0], size, own + t * x_stride, element)
+            normalise(hidden + t * stride, a[INPUT_NORM], eps[layer, 0], size, plain + t * stride, element)
+        prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
         for unit in range(first_unit, last_unit):
             kind, head = QUERY, unit
             if unit >= num_heads + num_kv_heads:
                 kind, head = VALUE, unit - num_heads - num_kv_heads
             elif unit >= num_heads:
                 kind, head = KEY, unit - num_heads
-            weight, bias = a[kind] + head * dim * size * width, a[kind + 1]
+            weight, bias = a[kind] + head * dim * stride, a[kind + 1]
             if bias != 0:
                 bias += head * dim * width
-            linear(own, x_stride, num_tokens, weight, size, 0, dim, wide_at + 4 * unit * dim, wide_stride, element)
+            linear(
+                operands, num_tokens, weight, size, 0, dim, wide_at + 4 * unit * dim, wide_stride, scratch, use_tiles,
+                element,
+            )  # fmt: skip
             for t in range(num_tokens):
                 line = wide[t, unit * dim : (unit + 1) * dim]
                 if kind == QUERY:
-                    finish_head(line, bias, a[QUERY_NORM], eps[layer, 1], cos[t], sin[t], head_dim, element)
-                    for i in range(dim):
-                        store_operand(queries, (t * num_heads + head) * dim + i, line[i], element)
+                    finish_head(line, bias, a[QUERY_NORM], eps[layer, 1], cos[t], sin[t], dim, element)
+                    place = shared + t * attended_stride + head * dim * width
+                    store_line(line, place, element)
+                    spread(place, queries + (t * num_heads + head) * dim * 4, dim, element)
+                    continue
+                place = (slots[t] * num_kv_heads + head) * dim * width
+                if kind == KEY:
+                    finish_head(line, bias, a[KEY_NORM], eps[layer, 2], cos[t], sin[t], dim, element)
+                    store_line(line, a[KEY_POOL] + place, element)
                 else:
-                    pool = a[VALUE_POOL]
-                    if kind == KEY:
-                        pool = a[KEY_POOL]
-                        finish_head(line, bias, a[KEY_NORM], eps[layer, 2], cos[t], sin[t], head_dim, element)
-                    else:
-                        finish_head(line, bias, 0, eps[layer, 2], nothing, nothing, head_dim, element)
-                    place = pool + (slots[t] * num_kv_heads + head) * dim * width
-                    for i in range(dim):
-                        store_element(place + i * width, line[i], element)
+                    finish_head(line, bias, 0, eps[layer, 2], nothing, nothing, dim, element)
+                    store_line(line, a[VALUE_POOL] + place, element)
         if not meet(barrier, num_threads):
             return
         for item in range(first_item, last_item):
@@ -165,56 +144,64 @@ def run_step(  # type: ignore[no-untyped-def]
             return
         for n in range(thread * num_merges // num_threads, (thread + 1) * num_merges // num_threads):
             t, head = n // num_heads, n % num_heads
-            merge(
-                token_slots[t], token_slots[t + 1], head, scale, tops, sums, partials, shared + t * x_stride,
-                head * dim, head_dim, element,
-            )  # fmt: skip
+            place = shared + t * attended_stride + head * dim * width
+            merge(token_slots[t], token_slots[t + 1], head, scale, tops, sums, partials, place, dim, element)
         if not meet(barrier, num_threads):
             return
+        prepare(shared, attended_stride, num_tokens, num_heads * dim, operands, use_tiles, element)
         linear(
-            shared, x_stride, num_tokens, a[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, element
-        )
-        add_rounded(hidden, stride, wide, a[OUTPUT_BIAS], num_tokens, first, last, element)
+            operands, num_tokens, a[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch, use_tiles,
+            element,
+        )  # fmt: skip
+        for t in range(num_tokens):
+            add_to_hidden(hidden + t * stride, wide[t], a[OUTPUT_BIAS], first, last, element)
         if not meet(barrier, num_threads):
             return
         for t in range(num_tokens):
-            normalise(hidden + t * stride, a[MLP_NORM], eps[layer, 3], size, own + t * x_stride, element)
-        linear(own, x_stride, num_tokens, a[GATE], size, first_mlp, last_mlp, wide_at, wide_stride, element)
-        up_at = wide_at + 4 * mlp_size
-        linear(own, x_stride, num_tokens, a[UP], size, first_mlp, last_mlp, up_at, wide_stride, element)
+            normalise(hidden + t * stride, a[MLP_NORM], eps[layer, 3], size, plain + t * stride, element)
+        prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
+        for column, offset in ((GATE, 0), (UP, mlp_size)):
+            linear(
+                operands, num_tokens, a[column], size, first_mlp, last_mlp, wide_at + 4 * offset, wide_stride, scratch,
+                use_tiles, element,
+            )  # fmt: skip
+            for t in range(num_tokens):
+                add_bias(wide[t, offset : offset + mlp_size], a[column + 1], first_mlp, last_mlp, element)
         for t in range(num_tokens):
-            for n in range(first_mlp, last_mlp):
-                gate, up = wide[t, n], wide[t, mlp_size + n]
-                if a[GATE_BIAS] != 0:
-                    gate += load_element(a[GATE_BIAS] + n * width, element)
-                if a[UP_BIAS] != 0:
-                    up += load_element(a[UP_BIAS] + n * width, element)
-                activated = gate / (np.float32(1) + np.float32(math.exp(-gate)))
-                store_operand(shared + t * x_stride, n, activated * up, element)
+            line = wide_at + t * wide_stride + 4 * first_mlp
+            place = shared + t * mlp_stride + first_mlp * width
+            gate(line, line + 4 * mlp_size, place, last_mlp - first_mlp, element)
         if not meet(barrier, num_threads):
             return
-        linear(shared, x_stride, num_tokens, a[DOWN], mlp_size, first, last, wide_at, wide_stride, element)
-        add_rounded(hidden, stride, wide, a[DOWN_BIAS], num_tokens, first, last, element)
+        prepare(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element)
+        linear(
+            operands, num_tokens, a[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, use_tiles, element
+        )  # fmt: skip
+        for t in range(num_tokens):
+            add_to_hidden(hidden + t * stride, wide[t], a[DOWN_BIAS], first, last, element)
         if not meet(barrier, num_threads):
             return
     for t in range(num_tokens):
-        normalise(hidden + t * stride, final[0], eps[num_layers, 0], size, own + t * x_stride, element)
+        place = plain + t * stride
+        normalise(hidden + t * stride, final[0], eps[num_layers, 0], size, place, element)
         if thread == 0:
-            for i in range(size):
-                value = load_operand_number(own + t * x_stride, i, element)
-                store_element(normed + t * stride + i * width, value, element)
-    first_word = 16 * (thread * (vocab // 16) // num_threads)
-    last_word = 16 * ((thread + 1) * (vocab // 16) // num_threads)
-    if thread == num_threads - 1:
-        last_word = vocab
-    for j in range(len(keep)):
+            copy_elements(place, buffers[B_NORMED] + t * stride, size, element)
+    if len(keep) > 0:
+        for j in range(len(keep)):
+            copy_elements(plain + keep[j] * stride, kept + j * stride, size, element)
+        prepare(kept, stride, len(keep), size, operands, use_tiles, element)
+        first_word = 16 * (thread * (vocabulary // 16) // num_threads)
+        last_word = 16 * ((thread + 1) * (vocabulary // 16) // num_threads)
+        if thread == num_threads - 1:
+            last_word = vocabulary
         linear(
-            own + keep[j] * x_stride, x_stride, 1, final[1], size, first_word, last_word,
-            wide_at + j * wide_stride, wide_stride, element,
+            operands, len(keep), final[1], size, first_word, last_word, wide_at, wide_stride, scratch, use_tiles,
+            element,
         )  # fmt: skip
-        for n in range(first_word, last_word):
-            value = wide[j, n]
-            if final[2] != 0:
-                value += load_element(final[2] + n * width, element)
-            store_element(logits + (j * vocab + n) * width, value, element)
+        for j in range(len(keep)):
+            add_bias(wide[j], final[2], first_word, last_word, element)
+            place = buffers[B_LOGITS] + (j * vocabulary + first_word) * width
+            store_line(wide[j, first_word:last_word], place, element)
+    if use_tiles:
+        load_configuration(saved)
     meet(barrier, num_threads)

@@ -1,0 +1,80 @@
+"""What a decoder does between its matrix products, row by row. Knows addresses and elements; sums are float32."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from anaphora.runtime.kernels.compiling import kernel
+from anaphora.runtime.kernels.vectors import load_element, store_element
+
+
+@kernel
+def normalise(source, weight, eps, size, out, element):  # type: ignore[no-untyped-def]
+    """RMS norm of `size` elements."""
+    width = len(element)
+    total = np.float32(0)
+    for i in range(size):
+        value = load_element(source + i * width, element)
+        total += value * value
+    factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(size) + eps))
+    for i in range(size):
+        scaled = load_element(source + i * width, element) * factor
+        store_element(out + i * width, scaled * load_element(weight + i * width, element), element)
+
+
+@kernel
+def finish_head(line, bias, norm, eps, cos, sin, dim, element):  # type: ignore[no-untyped-def]
+    """One head of float32 in place: add a bias, normalise, turn; each part that has an address.
+
+    line: float32 array [dim]. cos, sin: float32 arrays [dim], the sine's first half negated; or empty.
+    """
+    width = len(element)
+    if bias != 0:
+        for i in range(dim):
+            line[i] += load_element(bias + i * width, element)
+    if norm != 0:
+        total = np.float32(0)
+        for i in range(dim):
+            total += line[i] * line[i]
+        factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(dim) + eps))
+        for i in range(dim):
+            line[i] *= factor * load_element(norm + i * width, element)
+    if len(cos) > 0:
+        half = dim // 2
+        for i in range(half):
+            low, high = line[i], line[i + half]
+            line[i] = low * cos[i] + high * sin[i]
+            line[i + half] = high * cos[i + half] + low * sin[i + half]
+
+
+@kernel
+def store_line(line, out, element):  # type: ignore[no-untyped-def]
+    """A float32 array as elements."""
+    for i in range(len(line)):
+        store_element(out + i * len(element), line[i], element)
+
+
+@kernel
+def add_bias(line, bias, begin, end, element):  # type: ignore[no-untyped-def]
+    """line[begin:end] += bias[begin:end], if there is one; line: float32 array."""
+    if bias != 0:
+        for n in range(begin, end):
+            line[n] += load_element(bias + n * len(element), element)
+
+
+@kernel
+def add_to_hidden(hidden, line, bias, begin, end, element):  # type: ignore[no-untyped-def]
+    """hidden[begin:end] += line[begin:end] + bias[begin:end]; hidden: address of elements."""
+    add_bias(line, bias, begin, end, element)
+    width = len(element)
+    for n in range(begin, end):
+        place = hidden + n * width
+        store_element(place, load_element(place, element) + line[n], element)
+
+
+@kernel
+def copy_elements(source, out, count, element):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        store_element(out + i * len(element), load_element(source + i * len(element), element), element)

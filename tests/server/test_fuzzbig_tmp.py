@@ -1,0 +1,69 @@
+"""Whatever a body holds: an answer, never a 5xx, and nothing left in the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server_world import Live
+
+from anaphora.server.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    ResponsesFields,
+    TokenizeFields,
+)
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 400),
+    st.sampled_from([2**31, 2**63, 2**64, -(2**63), 10**30, 1e308, 1e-320]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["", "a", "\x00", "user", "text", "auto", "tiny", "<s>", "é", "0", "-1"]),
+    st.text(max_size=5),
+)
+KEYS = st.sampled_from(
+    ["role", "content", "type", "text", "function", "name", "arguments", "tool_calls", "schema", "8"]
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=8
+)
+MESSAGES = [{"role": "user", "content": "hi"}]
+ENDPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
+    "/v1/completions": (CompletionFields, {"prompt": [8, 9], "max_tokens": 2}),
+    "/v1/chat/completions": (ChatFields, {"messages": MESSAGES, "max_tokens": 2}),
+    "/v1/responses": (ResponsesFields, {"input": "hi", "max_output_tokens": 2}),
+    "/tokenize": (TokenizeFields, {"prompt": "hi"}),
+    "/detokenize": (DetokenizeFields, {"tokens": [8]}),
+    "/reset_prefix_cache": (DetokenizeFields, {}),
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_body_makes_a_5xx(live: Live, path: str, data: st.DataObject) -> None:
+    kind, valid = ENDPOINTS[path]
+    fields = st.sampled_from([*kind.model_fields, "preempt_running"])  # type: ignore[attr-defined]
+    body = valid | data.draw(st.dictionaries(fields, VALUES, max_size=2))
+    if body.get("max_tokens") is None and path == "/v1/chat/completions":
+        body["max_tokens"] = 2  # without it a chat goes on to the context limit
+    if body.get("max_output_tokens") is None and path == "/v1/responses":
+        body["max_output_tokens"] = 2
+    reply = live.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert reply.status_code < 500, (body, reply.text)
+    if reply.status_code >= 400:
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    elif "error" in reply.text:
+        assert '"error":{' not in reply.text.replace(" ", ""), (body, reply.text)
+
+
+def test_after_all_that_nothing_is_left(live: Live) -> None:
+    assert live.live_blocks() == 0
+    assert live.engine.num_unfinished == 0
+    assert len(live.generate([8, 9], 3)["choices"][0]["token_ids"]) == 3
