@@ -23,12 +23,15 @@ TEST_ENV := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=fal
 .PHONY: demo test lint bench setup clean
 
 demo: $(STAMP)
+	@echo "running the demo (the first time it fetches a model of 93 MB) ..."
 	$(BIN)/anaphora demo
 
 test: lint
+	@echo "running the tests (some minutes) ..."
 	$(TEST_ENV) $(BIN)/python -m pytest
 
 lint: $(STAMP)
+	@echo "checking style and types ..."
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -40,10 +43,13 @@ setup: $(STAMP)
 
 # The stamp is written last: an interrupted set-up runs again.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "making the environment .venv ..."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@echo "installing torch (200 MB; on Linux from PyPI several GB, see TORCH_INDEX) ..."
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
+	@echo "installing anaphora and what it needs (300 MB) ..."
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
 clean:

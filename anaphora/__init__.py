@@ -2,8 +2,8 @@
 
     from anaphora import LLM, SamplingParams
 
-Importing the package, or `anaphora.core`, imports no tensor library: `LLM` is fetched when it is first asked for, and lets
-idle OpenMP threads sleep unless OMP_WAIT_POLICY is set (anaphora.api.openmp).
+Importing the package, or `anaphora.core`, imports no tensor library: `LLM` is fetched when it is first asked for, and
+lets idle OpenMP threads sleep unless OMP_WAIT_POLICY is set (anaphora.api.openmp).
 """
 
 from __future__ import annotations

@@ -18,23 +18,28 @@ from anaphora.core.hashing import root_digest
 from anaphora.core.scheduler import Scheduler
 from anaphora.engine.engine import Engine
 from anaphora.engine.protocols import Tokenizer
-from anaphora.runtime.architecture import inspect_model
+from anaphora.runtime.architecture import inspect_model, smallest_window
 from anaphora.runtime.executor import TorchExecutor
 from anaphora.runtime.grammar_llguidance import LLGuidanceGrammars
 from anaphora.runtime.kv_cache import bytes_per_block
 from anaphora.runtime.model import LoadedModel, load_model
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Engine:
     """Load the model, size the pool, connect the planes.
 
-    num_threads is torch's setting for the whole process. Raises ConfigError and ModelError.
+    progress: as in `load_model`. num_threads is torch's setting for the whole process. Raises ConfigError and ModelError.
     """
     find_hash_function(config.hash_algorithm)  # what is missing is said before anything slow
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(
-        config.model, tokenizer=config.tokenizer, dtype=config.dtype, device=config.device, cache_dir=config.cache_dir
+        config.model,
+        tokenizer=config.tokenizer,
+        dtype=config.dtype,
+        device=config.device,
+        cache_dir=config.cache_dir,
+        progress=progress,
     )
     return connect(config, loaded)
 
@@ -51,8 +56,10 @@ def model_identity(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
 def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine over a model that is loaded already. Raises ConfigError, UnsupportedModelError."""
     module = loaded.module
-    max_model_len = context_limit(config.max_model_len, loaded.max_model_len, loaded.name)
     layout = inspect_model(module)
+    max_model_len = context_limit(
+        config.max_model_len, loaded.max_model_len, loaded.name, window=smallest_window(module, layout)
+    )
     num_blocks = pool_size(
         config,
         max_model_len=max_model_len,

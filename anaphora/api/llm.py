@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
@@ -22,7 +24,7 @@ from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.protocols import Tokenizer
-from anaphora.errors import AnaphoraError, UnknownRequestError
+from anaphora.errors import AnaphoraError, ConfigError, UnknownRequestError
 from anaphora.sampling_params import SamplingParams
 
 _Add = Callable[..., None]
@@ -45,6 +47,12 @@ class LLM:
     """The step engine below, for those who drive it themselves: not while a call of this class runs."""
 
     def __init__(self, model: Any, **options: Any) -> None:
+        known = [field.name for field in dataclasses.fields(EngineConfig)]
+        for name in options:
+            if name not in known:
+                similar = difflib.get_close_matches(name, known, n=1)
+                hint = f": did you mean {similar[0]}?" if similar else f"; options are {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}{hint}")
         config = EngineConfig(model=model, **options)
         from anaphora.api.build import build_engine  # brings torch: not before the options are right
 

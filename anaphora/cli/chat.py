@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,14 +12,17 @@ from rich.console import Console
 
 from anaphora.cli import console
 from anaphora.cli.options import CacheSalt, EngineOptions, SamplingOptions, flatten_options
-from anaphora.cli.report import request_line
-from anaphora.errors import RequestError, StepFailedError
+from anaphora.cli.prompts import check_utf8, not_utf8
+from anaphora.cli.report import Limits, request_line
+from anaphora.errors import InvalidParameterError, RequestError, StepFailedError
 
 if TYPE_CHECKING:
-    from anaphora import LLM
+    from anaphora.api.llm import LLM
     from anaphora.sampling_params import SamplingParams
 
 Message = dict[str, str]
+
+_COMMAND = re.compile(r"/\w+(\s|$)")  # a path has a second slash
 
 
 @flatten_options
@@ -35,9 +38,9 @@ def chat(
     /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops the answer. Piped input is one turn a line.
     """
     params = sampling.params()
-    from anaphora import LLM
-
-    llm = LLM(**dataclasses.asdict(engine))
+    engine.check_names(needs_chat_template=True)
+    llm = engine.load()
+    limits = Limits.of(llm.engine, params)
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
     out = console.stdout()
@@ -46,24 +49,30 @@ def chat(
         out.print("/reset forgets the conversation, /exit ends, Ctrl-C stops an answer", style="dim")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() history and line editing, where the platform has it)
-    while (text := _read_turn(out, interactive)) is not None:
-        if text == "/reset":
-            messages = list(first)
-            out.print("conversation forgotten", style="dim")
-        elif text:
-            try:
-                answer = _answer(llm, [*messages, {"role": "user", "content": text}], params, cache_salt, out)
-            except (RequestError, StepFailedError) as error:
-                if not interactive:
-                    raise
-                console.print_error(error)
-                continue
-            if answer:  # stopped before its first word: as if nothing had been asked
-                messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+    while True:
+        try:
+            text = _read_turn(out, interactive)
+            if text is None:
+                break
+            if text == "/reset":
+                messages = list(first)
+                out.print("conversation forgotten", style="dim")
+            elif text:
+                turn = [*messages, {"role": "user", "content": text}]
+                answer = _answer(llm, turn, params, cache_salt, limits, out)
+                if answer:  # stopped before its first word: as if nothing had been asked
+                    messages = [*turn, {"role": "assistant", "content": answer}]
+        except (RequestError, StepFailedError) as error:
+            if not interactive:
+                raise
+            console.print_error(error)
 
 
 def _read_turn(out: Console, interactive: bool) -> str | None:
-    """The next line without the spaces around it; None at the end."""
+    """The next line without the spaces around it; None at the end.
+
+    Raises InvalidParameterError for a command that there is not, and for what is not UTF-8.
+    """
     while True:
         try:
             text = input("> " if interactive else "").strip()
@@ -76,10 +85,19 @@ def _read_turn(out: Console, interactive: bool) -> str | None:
                 raise
             out.print("\n/exit or Ctrl-D ends", style="dim")
             continue
-        return None if text == "/exit" else text
+        except UnicodeDecodeError as error:
+            raise not_utf8("the input", error) from None
+        check_utf8(text, "the input")
+        if text == "/exit":
+            return None
+        if text != "/reset" and _COMMAND.match(text):
+            raise InvalidParameterError(f"there is no command {text.split()[0]}: /reset or /exit; nothing was sent")
+        return text
 
 
-def _answer(llm: LLM, messages: list[Message], params: SamplingParams, cache_salt: str | None, out: Console) -> str:
+def _answer(
+    llm: LLM, messages: list[Message], params: SamplingParams, cache_salt: str | None, limits: Limits, out: Console
+) -> str:
     """Stream one answer to the terminal and return its text, as far as it came."""
     parts: list[str] = []
     final = None
@@ -98,5 +116,5 @@ def _answer(llm: LLM, messages: list[Message], params: SamplingParams, cache_sal
         out.out()
         if final.error is not None:
             raise StepFailedError(final.error)
-        out.print(request_line(final), style="dim")
+        out.print(request_line(final, limits), style="dim")
     return "".join(parts)

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from anaphora.cli import console
 from anaphora.cli.demo_acts import Act, Stage, run_acts
 from anaphora.cli.options import DEFAULT_MODEL, JsonFlag
+from anaphora.runtime.sources.names import check_names
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 1024  # eight prompts side by side with caching off, and room to spare
@@ -31,6 +32,7 @@ def demo(
 
     Weights and K/V are float32, so that answers with and without the cache can be compared token for token.
     """
+    check_names(model)
     acts = []
     with console.only_json() if as_json else contextlib.nullcontext():
         stage = open_stage(model, num_threads)
@@ -62,7 +64,7 @@ def open_stage(model: str, num_threads: int | None) -> Stage:
     config = EngineConfig(model=model, block_size=_BLOCK_SIZE, num_blocks=_NUM_BLOCKS, num_threads=num_threads)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    loaded = load_model(model, dtype="float32")
+    loaded = load_model(model, dtype="float32", progress=True)
 
     def engine(**changes: Any) -> LLM:
         changed = dataclasses.replace(config, **changes)

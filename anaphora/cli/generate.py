@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +11,26 @@ import typer
 
 from anaphora.cli import console
 from anaphora.cli.options import CacheSalt, EngineOptions, JsonFlag, SamplingOptions, flatten_options
-from anaphora.cli.report import request_document, request_line
-from anaphora.errors import InvalidParameterError, StepFailedError
+from anaphora.cli.prompts import read_prompts
+from anaphora.cli.report import Limits, request_document, request_line
+from anaphora.errors import StepFailedError
 
 
 @flatten_options
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="The prompts; - reads one from stdin.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="The prompts; - reads one from stdin, as does a pipe where no prompt is given.")
+    ] = None,
     *,
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", exists=True, dir_okay=False, help="A file that holds one prompt. Repeatable."),
+        typer.Option(
+            "--file",
+            "-f",
+            exists=True,
+            dir_okay=False,
+            help="A file that holds one prompt; its final newline is dropped, as that of stdin is. Repeatable.",
+        ),
     ] = None,
     chat: Annotated[
         bool,
@@ -38,14 +46,16 @@ def generate(
 
     Shows for each prompt the text, the cached and the computed tokens and the time to first token.
     """
-    texts = _read_prompts(prompts or [], file or [])
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat: a raw prompt has no messages")
+    if sampling.logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs needs --json: the text has no place for them")
     params = sampling.params()
+    engine.check_names(needs_chat_template=chat)
+    texts = read_prompts(prompts or [], file or [])
     with console.only_json() if as_json else contextlib.nullcontext():
-        from anaphora import LLM
-
-        llm = LLM(**dataclasses.asdict(engine))
+        llm = engine.load()
+        limits = Limits.of(llm.engine, params)
         if chat:
             first = [] if system is None else [{"role": "system", "content": system}]
             outputs = llm.chat(
@@ -70,25 +80,10 @@ def generate(
             if len(texts) > 1:
                 out.print(f"[{number}/{len(texts)}] {_shorten(text)}", style="bold")
             out.out(output.outputs[0].text)
-            out.print(request_line(output), style="dim")
+            out.print(request_line(output, limits), style="dim")
     failed = [f"{number} ({output.error})" for number, output in enumerate(outputs, start=1) if output.error]
     if failed:
         raise StepFailedError(f"{len(failed)} of {len(outputs)} requests failed: {', '.join(failed)}")
-
-
-def _read_prompts(arguments: list[str], files: list[Path]) -> list[str]:
-    """Arguments first, then files, in the order given."""
-    if arguments.count("-") > 1:
-        raise typer.BadParameter("- stands for stdin, which can be read once only")
-    texts = [sys.stdin.read() if text == "-" else text for text in arguments]
-    for path in files:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise InvalidParameterError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    if not texts:
-        raise typer.BadParameter("no prompt: give one as an argument, with --file, or - for stdin")
-    return texts
 
 
 def _shorten(text: str, width: int = 72) -> str:

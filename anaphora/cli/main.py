@@ -22,9 +22,16 @@ from anaphora.cli.generate import generate
 from anaphora.cli.models import models
 from anaphora.cli.serve import serve
 from anaphora.cli.simulate import simulate
-from anaphora.errors import AnaphoraError, ConfigError, RequestError, UnknownModelError
+from anaphora.errors import (
+    AnaphoraError,
+    ConfigError,
+    ModelFileError,
+    RequestError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
 
-_USER_ERRORS = (ConfigError, RequestError, UnknownModelError)
+_USER_ERRORS = (ConfigError, RequestError, UnknownModelError, ModelFileError, UnsupportedModelError)
 
 
 class _ReportingGroup(TyperGroup):
@@ -76,7 +83,7 @@ for _command in (generate, chat, serve, demo, models, simulate):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: it failed, or a claim of the demo does not hold. 2: wrong usage, request or option. 130: interrupted.
+    0: done. 1: it failed, or a claim of the demo does not hold. 2: wrong usage, request, option or model. 130: interrupted.
     """
     let_idle_threads_sleep()
     try:

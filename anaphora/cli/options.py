@@ -16,13 +16,17 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from anaphora.config import DTYPES, EVICTION_POLICIES, HASH_ALGORITHMS, SCHEDULING_POLICIES, EngineConfig
 from anaphora.errors import InvalidParameterError
+from anaphora.runtime.sources.names import check_names
 from anaphora.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from anaphora.api.llm import LLM
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -40,7 +44,7 @@ def _sampling(*flags: str, help: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """Every field of EngineConfig, under the same name; `dataclasses.asdict` gives the keywords of `LLM`."""
+    """Every field of EngineConfig, under the same name."""
 
     model: Annotated[
         str, _engine("--model", "-m", help="Built-in name, folder, GGUF file or hub id. See `anaphora models`.")
@@ -86,6 +90,18 @@ class EngineOptions:
     ]
     seed: Annotated[int, _engine(help="Where requests draw their seeds from.")] = _ENGINE["seed"]
     cache_dir: Annotated[Path | None, _engine(help="Where fetched models are kept.")] = _ENGINE["cache_dir"]
+
+    def check_names(self, *, needs_chat_template: bool = False) -> None:
+        """Refuse wrong names and options before torch is imported. Raises ConfigError, ModelError, RequestError."""
+        EngineConfig(**dataclasses.asdict(self))
+        check_names(self.model, self.tokenizer, needs_chat_template=needs_chat_template)
+
+    def load(self) -> LLM:
+        """The model, and on stderr what takes long on the way. Raises ConfigError, ModelError."""
+        from anaphora.api.build import build_engine
+        from anaphora.api.llm import LLM
+
+        return LLM.from_engine(build_engine(EngineConfig(**dataclasses.asdict(self)), progress=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,34 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import RequestOutput
+from anaphora.sampling_params import SamplingParams
 
 
-def request_line(output: RequestOutput) -> str:
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What can end an output early, in tokens. pool_tokens: of one request whose K/V fill the whole pool."""
+
+    max_tokens: int
+    max_model_len: int | None
+    pool_tokens: int
+
+    @classmethod
+    def of(cls, engine: Engine, params: SamplingParams) -> Limits:
+        return cls(params.max_tokens, engine.max_model_len, engine.num_blocks * engine.block_size)
+
+    def reached(self, num_prompt_tokens: int, num_new_tokens: int) -> str | None:
+        """Which limit these counts reach, in the scheduler's order; None if none."""
+        num_tokens = num_prompt_tokens + num_new_tokens
+        if num_new_tokens >= self.max_tokens:
+            return "max_tokens"
+        if self.max_model_len is not None and num_tokens >= self.max_model_len:
+            return "max_model_len"
+        return "pool full" if num_tokens > self.pool_tokens else None
+
+
+def request_line(output: RequestOutput, limits: Limits) -> str:
     """How much was reused and how long it took: `cached 1,664 of 1,703 tokens · computed 39 · TTFT 0.210 s · ...`."""
     metrics, completion = output.metrics, output.outputs[0]
     parts = [
@@ -20,7 +44,10 @@ def request_line(output: RequestOutput) -> str:
     rate = decode_rate(output)
     if rate is not None:
         parts.append(f"{rate:.1f} tok/s")
-    parts.append(f"{len(completion.token_ids):,} new ({completion.finish_reason})")
+    reason = completion.finish_reason
+    if reason == "length" and (limit := limits.reached(len(output.prompt_token_ids), len(completion.token_ids))):
+        reason = f"length: {limit}"
+    parts.append(f"{len(completion.token_ids):,} new ({reason})")
     return " · ".join(parts)
 
 

@@ -20,6 +20,7 @@ from anaphora.cli import console
 from anaphora.cli.options import EngineOptions, flatten_options
 from anaphora.config import EngineConfig
 from anaphora.errors import ConfigError
+from anaphora.runtime.sources.names import check_names
 from anaphora.server.config import ServerConfig
 
 _SERVER: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
@@ -37,7 +38,7 @@ class ServerOptions:
     port: Annotated[int, _option(help="Port to listen on; 0 takes a free one.")] = 8000
     api_key_file: Annotated[
         Path | None,
-        _option(help="Lines of KEY TENANT [admin], or JSON: only these keys may call. See docs/security.md."),
+        _option(help=r"Lines of KEY TENANT \[admin], or JSON: only these keys may call. See docs/security.md."),
     ] = None
     secret_file: Annotated[
         Path | None, _option(help="Secret of the tenants' salts; without it every start draws another one.")
@@ -138,6 +139,7 @@ def serve(
     secret = None if server.secret_file is None else _read_secret(server.secret_file)
     options = dataclasses.asdict(engine) | ({} if model_name is None else {"model": model_name})
     engine_config = EngineConfig(**options)
+    check_names(engine_config.model, engine_config.tokenizer)
     listener = bind(server.host, server.port)  # before the model is loaded: a taken port is told at once
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -146,7 +148,7 @@ def serve(
 
     from anaphora.api.build import build_engine  # brings torch: not before the options are right
 
-    running = build_engine(engine_config)
+    running = build_engine(engine_config, progress=True)
     app = build_app(
         running,
         server_config,

@@ -43,7 +43,7 @@ def simulate(
     ] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out and count them.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Write hit rate against capacity here (needs the `plot` extra).")
+        Path | None, typer.Option(help=r"Write hit rate against capacity here (needs anaphora\[plot]).")
     ] = None,
     as_json: JsonFlag = False,
     overhead_ms: Annotated[float, _timed("Of every step.")] = 5.0,
@@ -82,6 +82,7 @@ def simulate(
             documents.append(run_sweep(trace, sweep, advance))
     if plot is not None:
         write_plot(documents, plot)
+        console.stderr().print(f"wrote {plot}")
     if as_json:
         console.print_json({"traces": documents})
     else:
@@ -129,7 +130,7 @@ def _show(document: dict[str, Any]) -> None:
     header = ("policy", "blocks", "tokens", "hit rate", "saved", "computed", "evicted", "refused")
     for sizes in document["block_sizes"]:
         size, distinct = sizes["block_size"], sizes["num_distinct_blocks"]
-        rows = [header + (("TTFT p50", "p99", "queue", "wait", "compute s") if timed else ())]
+        rows = [header + (("TTFT p50 s", "p99 s", "queue s", "wait s", "compute s") if timed else ())]
         rows += [(*_row(point, size), *(_times(point) if timed else ())) for point in sizes["points"]]
         rows.append(("unbounded", f"{distinct:,}", f"{distinct * size:,}", f"{sizes['unbounded_hit_rate']:.2%}"))
         lines += ["", f"{document['mode']}, block size {size}{'' if sizes['exact'] else ' (hits are a lower bound)'}"]
@@ -159,6 +160,6 @@ def _times(point: dict[str, Any]) -> Iterator[str]:
     """Median and 99th percentile of the time to first token; the mean of each of its parts."""
     ttft = point["ttft_s"]
     for percentile in ("p50", "p99"):
-        yield f"{ttft[percentile]:.2f}" if ttft else "-"
+        yield f"{ttft[percentile]:z.2f}" if ttft else "-"
     for part in ("queue_s", "wait_s", "compute_s"):
-        yield f"{point[part]['mean']:.2f}" if point[part] else "-"
+        yield f"{point[part]['mean']:z.2f}" if point[part] else "-"

@@ -10,6 +10,10 @@ from anaphora.errors import InvalidParameterError
 Message = Mapping[str, Any]
 """`role`, `content`, and whatever else the model's chat template reads."""
 
+NO_CHAT_TEMPLATE = (
+    "this model has no chat template (a base model, or one without a tokenizer): use generate, or another model"
+)
+
 
 def render_chat(
     tokenizer: Any,
@@ -25,9 +29,7 @@ def render_chat(
     Encode it without adding special tokens: the template has put the BOS there. Raises InvalidParameterError.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise InvalidParameterError(
-            "this model has no chat template (a base model, or one without a tokenizer): use generate, or another model"
-        )
+        raise InvalidParameterError(NO_CHAT_TEMPLATE)
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidParameterError(f"a conversation must be a non-empty list of messages, got {messages!r}")
     for index, message in enumerate(messages):

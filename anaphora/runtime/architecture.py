@@ -119,6 +119,16 @@ def inspect_model(module: PreTrainedModel) -> ModelLayout:
     )
 
 
+def smallest_window(module: PreTrainedModel, layout: ModelLayout) -> int | None:
+    """The smallest sliding window of the layers in tokens, seen or configured; None if all attention is full."""
+    config = module.config.get_text_config()
+    windows = {window for window in layout.windows if window is not None}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if SLIDING_ATTENTION in kinds and getattr(config, "sliding_window", None) is not None:
+        windows.add(config.sliding_window)
+    return min(windows, default=None)
+
+
 def check_context(module: PreTrainedModel, layout: ModelLayout, max_model_len: int) -> None:
     """Refuse what is not full attention, or depends on the longest sequence of a batch, within max_model_len tokens.
 
@@ -126,15 +136,12 @@ def check_context(module: PreTrainedModel, layout: ModelLayout, max_model_len: i
     """
     name = type(module).__name__
     config = module.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windows = {window for window in layout.windows if window is not None}
-    if SLIDING_ATTENTION in kinds and getattr(config, "sliding_window", None) is not None:
-        windows.add(config.sliding_window)
-    if windows and min(windows) < max_model_len:
+    window = smallest_window(module, layout)
+    if window is not None and window < max_model_len:
         raise UnsupportedModelError(
-            f"{name} has layers of type {SLIDING_ATTENTION} with a window of {min(windows)} tokens; only "
-            f"{FULL_ATTENTION} is supported: set max_model_len to {min(windows)} or less (it is {max_model_len}), "
-            "or use another model"
+            f"{name} has layers of type {SLIDING_ATTENTION} with a window of {window} tokens; only "
+            f"{FULL_ATTENTION} is supported: set max_model_len to {window} or less (it is {max_model_len}), "
+            "or leave it out"
         )
     for rope in _rope_settings(config):
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings

@@ -56,7 +56,7 @@ class CpuStep:
         largest = max(self._hidden_size, self._mlp_size, attention_size)
         widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._vocab_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
-        self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, self._dtype.itemsize)
+        self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize)
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
         self._queries = _aligned(self.max_tokens * attention_size * 4)
         self._wide = _aligned(num_rows * widest * 4).view(np.float32).reshape(num_rows, widest)

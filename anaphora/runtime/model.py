@@ -75,7 +75,7 @@ def load_model(
     dtype: `auto` is bfloat16 on CUDA and on CPUs that compute in it, else float32; a loaded model keeps its own.
     device: None takes the CPU, or the device of a loaded model.
     cache_dir: None takes $ANAPHORA_CACHE, $XDG_CACHE_HOME/anaphora or ~/.cache/anaphora.
-    progress: show bars on stderr; None shows them on a terminal only.
+    progress: show on stderr what takes long: bars, or lines where it is no terminal; None shows bars only.
 
     Raises ConfigError, and the ModelErrors: UnknownModelError, ModelFileError, ChecksumError, FetchError,
     DiskSpaceError, UnsupportedModelError. Nothing half-made is left behind.
@@ -91,7 +91,7 @@ def load_model(
         source = resolve_model(model, cache, bars)
         name = source.name
         target = torch_device(device)
-        with bars.stage(f"Loading {name}"):
+        with bars.stage(f"Loading {name}", brief=True):
             module = load_folder(source.folder, torch_dtype(dtype, target), target)
             own_tokenizer = load_tokenizer(source.folder) if tokenizer is None else None
             weights = _weights_digest(source.folder, cache)
@@ -171,7 +171,7 @@ def _resolve_tokenizer(
     if not isinstance(tokenizer, str | os.PathLike):
         raise ConfigError(f"tokenizer must be a folder, a hub id or a loaded tokenizer, got {type(tokenizer).__name__}")
     folder = Path(tokenizer).expanduser()
-    loaded = load_tokenizer(folder if folder.is_dir() else resolve_model(tokenizer, cache, bars).folder)
+    loaded = load_tokenizer(folder if folder.is_dir() else resolve_model(tokenizer, cache, bars, what="tokenizer").folder)
     if loaded is None:
         raise UnknownModelError(f"there is no tokenizer in {tokenizer}: give a folder with a tokenizer.json")
     return loaded

@@ -150,7 +150,7 @@ def _kept(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """
     vocab_size = scores.shape[1]
     min_p = _column([row.params.min_p for row in rows], scores.device)
-    top_k = _column([row.params.top_k or vocab_size for row in rows], scores.device).long().clamp_(max=vocab_size)
+    top_k = _column([min(row.params.top_k or vocab_size, vocab_size) for row in rows], scores.device).long()
     top_p = _column([row.params.top_p for row in rows], scores.device)
 
     floor = min_p.log()  # -inf where min-p is off

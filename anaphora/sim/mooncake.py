@@ -20,12 +20,19 @@ _NO_PARENT = -1
 
 
 def read_mooncake(path: Path, *, skip_bad: bool = False) -> Trace:
-    """Read a trace file. Raises TraceError with line number and reason; skip_bad counts broken lines instead."""
+    """Read a trace file. Raises TraceError with line number and reason; skip_bad counts broken lines instead.
+
+    A file without a request is an error too.
+    """
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            return parse_mooncake(lines, str(path), skip_bad=skip_bad)
+            trace = parse_mooncake(lines, str(path), skip_bad=skip_bad)
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    if not trace.requests:
+        skipped = f" (broken lines left out: {trace.num_skipped_lines:,})" if trace.num_skipped_lines else ""
+        raise TraceError(f"the trace {path} has no requests{skipped}")
+    return trace
 
 
 def parse_mooncake(lines: Iterable[str], name: str, *, skip_bad: bool = False) -> Trace:

@@ -63,6 +63,16 @@ def test_no_body_makes_a_5xx(live: Live, path: str, data: st.DataObject) -> None
         assert '"error":{' not in reply.text.replace(" ", ""), (body, reply.text)
 
 
+@pytest.mark.parametrize("name", ["top_k", "priority", "max_tokens", "seed", "n", "min_tokens"])
+@pytest.mark.parametrize("value", [2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63)])
+def test_a_number_of_any_size_costs_nobody_else_anything(live: Live, name: str, value: int) -> None:
+    body = {"prompt": [8, 9], "stop_token_ids": list(range(384)), name: value}
+    reply = live.client.post("/v1/completions", json=body)
+    assert reply.status_code in (200, 400), reply.text
+    if reply.status_code == 400:
+        assert reply.json()["error"]["param"] == name
+
+
 def test_after_all_that_nothing_is_left(live: Live) -> None:
     assert live.live_blocks() == 0
     assert live.engine.num_unfinished == 0

@@ -88,3 +88,18 @@ def gate(tc, gates, ups, out, count, element):  # type: ignore[no-untyped-def]
             v.store_elements(product, b.add(out, b.mul(n, v.number(v.element_bytes))))
 
     return void(build, types.void(gates, ups, out, count, element), (length(element),))
+
+
+@intrinsic
+def shorten(tc, source, count, out, room):  # type: ignore[no-untyped-def]
+    """`count` float32 as bfloat16, and zeros behind them up to `room` (a multiple of 16)."""
+
+    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
+        source, count, out, room = arguments
+        b = v.builder
+        with cgutils.for_range_slice(b, v.number(0), room, v.number(v.lanes), I64) as (n, _):
+            value = v.load_floats(b.add(source, b.mul(n, v.number(4))))
+            value = b.select(v.before(b.sub(count, n)), value, v.zero)
+            v.store_elements(value, b.add(out, b.mul(n, v.number(2))))
+
+    return void(build, types.void(source, count, out, room), (2,))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.products import dot, spread
-from anaphora.runtime.kernels.tiles import has_tiles, multiply_tiles, pack
+from anaphora.runtime.kernels.tiles import has_tiles, multiply_tiles_transposed, pack
 from anaphora.runtime.kernels.vectors import load_element
 
 
@@ -55,15 +55,15 @@ def tile_linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch
             source, target = x + m * stride, out + m * out_stride + 4 * n
             if num_rows - m > 16:
                 if end - n >= 32:
-                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, two, two)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, two, two)
                 else:
-                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, one, two)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, one, two)
                 m += 32
             else:
                 if end - n >= 32:
-                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, two, one)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, two, one)
                 else:
-                    multiply_tiles(source, w, stride, count, target, out_stride, scratch, one, one)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, one, one)
                 m += 16
         n += 32 if end - n >= 32 else 16
 

@@ -11,7 +11,7 @@ which costs less than to wait for others.
 
 from __future__ import annotations
 
-from anaphora.runtime.kernels.attention import CHUNK_TOKENS, attend_chunk, merge
+from anaphora.runtime.kernels.attention import CHUNK_TOKENS, TILE_QUERIES, attend_chunk, attend_chunk_by_tiles, merge, tile_bytes
 from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import gate
@@ -45,9 +45,13 @@ SCRATCH_BYTES = 1024
 CONFIGURATION_BYTES = 64
 
 
-def own_bytes(num_rows: int, hidden_size: int, largest_size: int, element_bytes: int) -> int:
-    """Bytes that a thread needs for itself; sizes are of rows. A multiple of 64."""
-    rows = num_rows * (2 * hidden_size * element_bytes + 4 * largest_size)
+def own_bytes(num_rows: int, hidden_size: int, largest_size: int, head_dim: int, element_bytes: int) -> int:
+    """Bytes that a thread needs for itself; sizes are of rows. A multiple of 64.
+
+    Attention takes the room of the operands, which are not needed at the same time.
+    """
+    operands = max(num_rows * 4 * largest_size, tile_bytes(head_dim))
+    rows = num_rows * 2 * hidden_size * element_bytes + operands
     return SCRATCH_BYTES + CONFIGURATION_BYTES + -(-rows // 64) * 64
 
 
@@ -135,11 +139,19 @@ def run_step(  # type: ignore[no-untyped-def]
             return
         for item in range(first_item, last_item):
             begin, end = items[item, 0], items[item, 1]
-            attend_chunk(
-                queries, a[KEY_POOL], a[VALUE_POOL], address_of(rows) + 8 * item * CHUNK_TOKENS,
-                query_tokens[begin:end], query_visible[begin:end], query_slots[begin:end], num_heads, num_kv_heads,
-                scale, scores[thread], tops, sums, partials, head_dim, element,
-            )  # fmt: skip
+            chunk_rows = address_of(rows) + 8 * item * CHUNK_TOKENS
+            if use_tiles and has_tiles() and (end - begin) * (num_heads // num_kv_heads) >= TILE_QUERIES:
+                attend_chunk_by_tiles(
+                    shared, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_visible[begin:end],
+                    query_slots[begin:end], num_heads, num_kv_heads, scale, operands, tops, sums, partials, head_dim,
+                    element,
+                )  # fmt: skip
+            else:
+                attend_chunk(
+                    queries, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_visible[begin:end],
+                    query_slots[begin:end], num_heads, num_kv_heads, scale, scores[thread], tops, sums, partials,
+                    head_dim, element,
+                )  # fmt: skip
         if not meet(barrier, num_threads):
             return
         for n in range(thread * num_merges // num_threads, (thread + 1) * num_merges // num_threads):

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from anaphora.runtime.kernels.vectors import F32, I8, I32, I64, Vectors, features, length, void
+from anaphora.runtime.kernels.vectors import I8, I16, I32, I64, Vectors, features, length, void
 
 _POINTER = I8.as_pointer()
 TILE_BYTES = 1024
@@ -84,7 +84,7 @@ load_configuration = intrinsic(_configuring("ldtilecfg"))
 store_configuration = intrinsic(_configuring("sttilecfg"))
 
 
-def transposed(v: Vectors, rows: list[Any], kind: Any) -> list[Any]:
+def transposed(v: Vectors, rows: list[Any]) -> list[Any]:
     """16 vectors of 16 numbers, their rows and columns exchanged: four perfect shuffles."""
     low = ir.Constant(ir.VectorType(I32, 16), [i // 2 + 16 * (i % 2) for i in range(16)])
     high = ir.Constant(ir.VectorType(I32, 16), [8 + i // 2 + 16 * (i % 2) for i in range(16)])
@@ -94,64 +94,125 @@ def transposed(v: Vectors, rows: list[Any], kind: Any) -> list[Any]:
     return rows
 
 
+def _emit(context: Any, builder: Any, build: Any, arguments: Any) -> Any:
+    if _available(context):
+        build(Vectors(context, builder, 2), _Tiles(builder), arguments)
+    return context.get_dummy_value()
+
+
+def _pack(v: Vectors, addresses: list[Any], count: Any, out: Any) -> None:
+    """16 rows of `count` bfloat16: pairs of neighbours stay together, rows and pairs are exchanged."""
+    b, kind = v.builder, ir.VectorType(I32, 16)
+    with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
+        rows = [v.load(b.add(address, b.mul(k, v.number(2))), kind, 2) for address in addresses]
+        place = b.add(out, b.mul(k, v.number(TILE_BYTES // 32)))
+        for i, column in enumerate(transposed(v, rows)):
+            b.store(column, b.inttoptr(v.at(place, 64 * i), kind.as_pointer())).align = 4
+
+
 @intrinsic
 def pack(tc, source, stride, count, out):  # type: ignore[no-untyped-def]
     """Pack 16 rows of `count` bfloat16 (a multiple of 32), `stride` bytes apart."""
 
-    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
+    def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
         source, stride, count, out = arguments
-        b, kind = v.builder, ir.VectorType(I32, 16)
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
-            begin = b.add(source, b.mul(k, v.number(2)))
-            rows = [v.load(b.add(begin, b.mul(stride, v.number(i))), kind, 2) for i in range(16)]
-            place = b.add(out, b.mul(k, v.number(TILE_BYTES // 32)))
-            for i, column in enumerate(transposed(v, rows, kind)):
-                b.store(column, b.inttoptr(v.at(place, 64 * i), kind.as_pointer())).align = 4
+        addresses = [v.builder.add(source, v.builder.mul(stride, v.number(i))) for i in range(16)]
+        _pack(v, addresses, count, out)
 
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        if _available(context):
-            build(Vectors(context, builder, 2), arguments, ())
-        return context.get_dummy_value()
-
-    return types.void(source, stride, count, out), generate
+    return types.void(source, stride, count, out), lambda c, b, _, arguments: _emit(c, b, build, arguments)
 
 
 @intrinsic
-def multiply_tiles(tc, packed, weight, w_stride, count, out, out_stride, scratch, num_w, num_x):  # type: ignore[no-untyped-def]
-    """out[i, j] = token i · weight row j, float32: 16 × len(num_w) weight rows, 16 × len(num_x) tokens.
+def pack_keys(tc, keys, rows, count, out):  # type: ignore[no-untyped-def]
+    """Pack the keys of 16 tokens, `count` bfloat16 each, at `keys + rows[t]`."""
 
-    len(num_w), len(num_x): 1 or 2. scratch: address of 1024 bytes. Strides in bytes.
+    def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
+        keys, rows, count, out = arguments
+        _pack(v, [v.builder.add(keys, v.load(v.at(rows, 8 * t), I64, 8)) for t in range(16)], count, out)
+
+    return types.void(keys, rows, count, out), lambda c, b, _, arguments: _emit(c, b, build, arguments)
+
+
+@intrinsic
+def pack_values(tc, values, rows, out, out_stride, head_dim):  # type: ignore[no-untyped-def]
+    """Pack the values of 32 tokens: for every 16 numbers of a value a tile, `out_stride` bytes apart; head_dim: see score."""
+    sixteenths = length(head_dim)
+
+    def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
+        values, rows, out, out_stride = arguments[:4]
+        b, narrow, wide = v.builder, ir.VectorType(I16, 16), ir.VectorType(I32, 16)
+        with cgutils.for_range_slice(b, v.number(0), v.number(16), v.number(1), I64) as (pair, _):
+            place = b.add(rows, b.mul(pair, v.number(16)))
+            first = b.add(values, v.load(place, I64, 8))
+            second = b.add(values, v.load(v.at(place, 8), I64, 8))
+            for i in range(sixteenths):
+                low = b.zext(v.load(v.at(first, 32 * i), narrow, 2), wide)
+                high = b.zext(v.load(v.at(second, 32 * i), narrow, 2), wide)
+                both = b.or_(low, b.shl(high, ir.Constant(wide, [16] * 16)))
+                target = b.add(b.add(out, b.mul(out_stride, v.number(i))), b.mul(pair, v.number(64)))
+                b.store(both, b.inttoptr(target, wide.as_pointer())).align = 4
+
+    signature = types.void(values, rows, out, out_stride, head_dim)
+    return signature, lambda c, b, _, arguments: _emit(c, b, build, arguments)
+
+
+def _accumulate(v: Vectors, tiles: _Tiles, rows: tuple[Any, ...], packed: tuple[Any, ...], count: Any) -> None:
+    """Tiles 0 to 3: products of 16 × as many rows and packed columns, over `count` numbers.
+
+    rows: address, stride, how many times 16. packed: address, bytes from 16 columns to the next, how many times 16.
     """
-    ws, xs = length(num_w), length(num_x)
+    b, (left, stride, num_left), (right, block, num_right) = v.builder, rows, packed
+    for total in range(num_left * num_right):
+        tiles.zero(total)
+    with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
+        for j in range(num_left):
+            tiles.load(4 + j, b.add(b.add(left, b.mul(k, v.number(2))), b.mul(stride, v.number(16 * j))), stride)
+        for i in range(num_right):
+            begin = b.add(b.add(right, b.mul(k, v.number(TILE_BYTES // 32))), b.mul(block, v.number(i)))
+            tiles.load(6 + i, begin, v.number(64))
+        for j in range(num_left):
+            for i in range(num_right):
+                tiles.multiply(j * num_right + i, 4 + j, 6 + i)
 
-    def build(v: Vectors, arguments: Any) -> None:
-        packed, weight, w_stride, count, out, out_stride, scratch = arguments[:7]
-        b, tiles = v.builder, _Tiles(v.builder)
-        block = b.mul(count, v.number(TILE_BYTES // 32))  # bytes of 16 packed tokens
-        for total in range(ws * xs):
-            tiles.zero(total)
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
-            for j in range(ws):
-                begin = b.add(b.add(weight, b.mul(k, v.number(2))), b.mul(w_stride, v.number(16 * j)))
-                tiles.load(4 + j, begin, w_stride)
-            for i in range(xs):
-                begin = b.add(b.add(packed, b.mul(k, v.number(TILE_BYTES // 32))), b.mul(block, v.number(i)))
-                tiles.load(6 + i, begin, v.number(64))
-            for j in range(ws):
-                for i in range(xs):
-                    tiles.multiply(j * xs + i, 4 + j, 6 + i)
-        for j in range(ws):
-            for i in range(xs):
-                tiles.store(j * xs + i, scratch, v.number(64))
-                columns = [v.load_floats(v.at(scratch, 64 * n)) for n in range(16)]
-                for token, row in enumerate(transposed(v, columns, F32)):
-                    place = b.add(out, b.mul(out_stride, v.number(16 * i + token)))
-                    v.store_floats(row, v.at(place, 64 * j))
 
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        if _available(context):
-            build(Vectors(context, builder, 2), arguments)
-        return context.get_dummy_value()
+@intrinsic
+def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_rows, num_columns):  # type: ignore[no-untyped-def]
+    """out[row, column] = sum over `count` (a multiple of 32) of row × column, float32.
 
-    signature = types.void(packed, weight, w_stride, count, out, out_stride, scratch, num_w, num_x)
-    return signature, generate
+    rows: 16 × len(num_rows) rows of bfloat16. packed: 16 × len(num_columns) columns, `block` bytes from 16 to the next 16.
+    Both lengths are 1 or 2. Strides in bytes.
+    """
+    num_left, num_right = length(num_rows), length(num_columns)
+
+    def build(v: Vectors, tiles: _Tiles, arguments: Any) -> None:
+        rows, stride, packed, block, count, out, out_stride = arguments[:7]
+        _accumulate(v, tiles, (rows, stride, num_left), (packed, block, num_right), count)
+        for j in range(num_left):
+            line = v.builder.add(out, v.builder.mul(out_stride, v.number(16 * j)))
+            for i in range(num_right):
+                tiles.store(j * num_right + i, v.at(line, 64 * i), out_stride)
+
+    signature = types.void(rows, stride, packed, block, count, out, out_stride, num_rows, num_columns)
+    return signature, lambda c, b, _, arguments: _emit(c, b, build, arguments)
+
+
+@intrinsic
+def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, scratch, num_rows, num_columns):  # type: ignore[no-untyped-def]
+    """out[column, row] of the same products, columns packed one after another. scratch: address of 1024 bytes."""
+    num_left, num_right = length(num_rows), length(num_columns)
+
+    def build(v: Vectors, tiles: _Tiles, arguments: Any) -> None:
+        rows, stride, packed, count, out, out_stride, scratch = arguments[:7]
+        b = v.builder
+        block = b.mul(count, v.number(TILE_BYTES // 32))
+        _accumulate(v, tiles, (rows, stride, num_left), (packed, block, num_right), count)
+        for j in range(num_left):
+            for i in range(num_right):
+                tiles.store(j * num_right + i, scratch, v.number(64))
+                lines = transposed(v, [v.load_floats(v.at(scratch, 64 * n)) for n in range(16)])
+                for number, line in enumerate(lines):
+                    place = b.add(out, b.mul(out_stride, v.number(16 * i + number)))
+                    v.store_floats(line, v.at(place, 64 * j))
+
+    signature = types.void(rows, stride, packed, count, out, out_stride, scratch, num_rows, num_columns)
+    return signature, lambda c, b, _, arguments: _emit(c, b, build, arguments)

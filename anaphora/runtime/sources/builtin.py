@@ -34,6 +34,7 @@ class BuiltinModel:
 
     sha256, gguf_bytes: of the whole file, its parts in order.
     num_parameters: weights, each counted once; the converted model takes 4 bytes for each.
+    has_chat_template: whether the file holds one; a base model has none.
     """
 
     name: str
@@ -43,6 +44,7 @@ class BuiltinModel:
     sha256: str
     gguf_bytes: int
     num_parameters: int
+    has_chat_template: bool
 
     @property
     def download_bytes(self) -> int:
@@ -78,11 +80,15 @@ SMOLLM2_135M = BuiltinModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     gguf_bytes=98_362_432,
     num_parameters=134_515_008,
+    has_chat_template=True,
 )
 
 GEMMA3_270M = BuiltinModel(
     name="gemma3-270m",
-    description="Gemma 3 270M base (4-bit weights); sliding-window and full attention, 32,768 tokens, no chat template",
+    description=(
+        "Gemma 3 270M base (4-bit weights); sliding-window and full attention, 512 tokens until sliding windows are "
+        "served, no chat template"
+    ),
     licence="Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
     parts=(
         _gemma_part(1, 56_634_990),
@@ -93,6 +99,7 @@ GEMMA3_270M = BuiltinModel(
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     gguf_bytes=253_113_024,
     num_parameters=268_098_176,
+    has_chat_template=False,
 )
 
 BUILTIN_MODELS = (SMOLLM2_135M, GEMMA3_270M)

@@ -17,16 +17,21 @@ Advance = Callable[[int], None]
 class Progress:
     """A bar for each stage, gone when the stage ends; one line a stage where stderr is no terminal.
 
-    show: None shows it only on a terminal.
+    show: None shows it only on a terminal. bars: whether it is shown, and on a terminal.
     """
 
     def __init__(self, show: bool | None = None) -> None:
-        self.show = sys.stderr is not None and sys.stderr.isatty() if show is None else show
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.show = terminal if show is None else show
+        self.bars = self.show and terminal
 
     @contextmanager
-    def stage(self, description: str, total: int | None = None) -> Iterator[Advance]:
-        """Yields an Advance. total: in any unit; None shows that something goes on, and no share."""
-        if not self.show:
+    def stage(self, description: str, total: int | None = None, *, brief: bool = False) -> Iterator[Advance]:
+        """Yields an Advance. total: in any unit; None shows that something goes on, and no share.
+
+        brief: too short to be worth a line where stderr is no terminal.
+        """
+        if not self.show or (brief and not self.bars):
             yield lambda _: None
             return
         console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""Decides what a name is, and makes a folder of it: built-in, folder, GGUF file or hub id.
+"""Makes a folder of a model's name: fetches, converts, or finds it where it is.
 
 Nothing here loads weights into memory for use; `anaphora.runtime.model` does.
 """
@@ -6,13 +6,12 @@ Nothing here loads weights into memory for use; `anaphora.runtime.model` does.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from anaphora.errors import ModelFileError, UnknownModelError
-from anaphora.runtime.sources.builtin import BUILTIN_MODELS, BuiltinModel, close_matches, find_builtin
+from anaphora.errors import ModelFileError
+from anaphora.runtime.sources.builtin import BUILTIN_MODELS, BuiltinModel
 from anaphora.runtime.sources.convert import convert_gguf
 from anaphora.runtime.sources.converted import converted_folder, is_converted
 from anaphora.runtime.sources.digests import DigestCache
@@ -20,9 +19,8 @@ from anaphora.runtime.sources.disk import build_once, check_space
 from anaphora.runtime.sources.fetch import Download, fetch_gguf, pip_download
 from anaphora.runtime.sources.gguf_header import read_gguf_header
 from anaphora.runtime.sources.hub import fetch_snapshot
+from anaphora.runtime.sources.names import find_model
 from anaphora.runtime.sources.progress import Progress
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +38,21 @@ def resolve_model(
     *,
     builtin_models: tuple[BuiltinModel, ...] = BUILTIN_MODELS,
     download: Download = pip_download,
+    what: str = "model",
 ) -> ModelSource:
-    """A folder with this model's files; fetched or converted if it has to be.
+    """A folder with this model's files; fetched or converted if it has to be. `find_model` says what a name is.
 
-    A built-in name wins over a folder of that name (`./name` is the folder); a folder or file wins over a hub id.
+    what: what to call it in errors about its name.
     Raises UnknownModelError, ModelFileError, FetchError, ChecksumError, DiskSpaceError, UnsupportedModelError.
     """
-    name = os.fspath(model)
-    if isinstance(model, str) and (builtin := find_builtin(name, builtin_models)) is not None:
-        return ModelSource(builtin.name, _builtin_folder(builtin, cache_dir, progress, download))
-    path = Path(os.path.expanduser(name))
-    if name and os.path.isdir(path):
-        return _from_folder(path, cache_dir, progress)
-    if name and os.path.exists(path):
-        return _from_gguf(path, cache_dir, progress)
-    if isinstance(model, str) and _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        return ModelSource(name, fetch_snapshot(name, progress))
-    raise UnknownModelError(_unknown(model, name, builtin_models))
-
-
-def _unknown(model: object, name: str, builtin_models: tuple[BuiltinModel, ...]) -> str:
-    if not isinstance(model, str) or os.sep in name or name.startswith((".", "~")) or name.endswith(".gguf"):
-        return f"there is no file or folder {name}: check the path"
-    similar = close_matches(name, builtin_models)
-    hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
-    names = ", ".join(model.name for model in builtin_models)
-    return (
-        f"unknown model {name!r}.{hint} Built-in models: {names}. Or give a folder, a GGUF file, or a hub id, "
-        "which looks like organisation/name"
-    )
+    found = find_model(model, builtin_models, what=what)
+    if isinstance(found, BuiltinModel):
+        return ModelSource(found.name, _builtin_folder(found, cache_dir, progress, download))
+    if isinstance(found, str):
+        return ModelSource(found, fetch_snapshot(found, progress, what))
+    if found.is_dir():
+        return ModelSource(found.resolve().name, found)
+    return _from_gguf(found, cache_dir, progress)
 
 
 def _builtin_folder(model: BuiltinModel, cache_dir: Path, progress: Progress, download: Download) -> Path:
@@ -81,19 +65,6 @@ def _builtin_folder(model: BuiltinModel, cache_dir: Path, progress: Progress, do
         shutil.rmtree(scratch)
 
     return build_once(converted_folder(cache_dir, model.name, model.sha256), is_converted, build)
-
-
-def _from_folder(folder: Path, cache_dir: Path, progress: Progress) -> ModelSource:
-    if (folder / "config.json").is_file():
-        return ModelSource(folder.resolve().name, folder)
-    ggufs = sorted(folder.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return _from_gguf(ggufs[0], cache_dir, progress)
-    if ggufs:
-        raise ModelFileError(f"{folder} holds {len(ggufs)} GGUF files: give the path of one, such as {ggufs[0]}")
-    if (folder / "adapter_config.json").is_file():
-        raise ModelFileError(f"{folder} holds an adapter, not a model: merge it into its base model first")
-    raise ModelFileError(f"{folder} has no config.json: give the folder of a model saved by `save_pretrained`")
 
 
 def _from_gguf(path: Path, cache_dir: Path, progress: Progress) -> ModelSource:
