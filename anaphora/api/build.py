@@ -28,7 +28,7 @@ from anaphora.runtime.model import LoadedModel, load_model
 def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Engine:
     """Load the model, size the pool, connect the planes.
 
-    progress: as in `load_model`. num_threads is torch's setting for the whole process. Raises ConfigError and ModelError.
+    progress: as in `load_model`. num_threads is torch's setting for the whole process. Raises ConfigError, ModelError.
     """
     find_hash_function(config.hash_algorithm)  # what is missing is said before anything slow
     if config.num_threads is not None:

@@ -19,7 +19,8 @@ from anaphora.errors import StepFailedError
 @flatten_options
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="The prompts; - reads one from stdin, as does a pipe where no prompt is given.")
+        list[str] | None,
+        typer.Argument(help="The prompts; - reads one from stdin, as does a pipe where no prompt is given."),
     ] = None,
     *,
     file: Annotated[

@@ -83,7 +83,8 @@ for _command in (generate, chat, serve, demo, models, simulate):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: it failed, or a claim of the demo does not hold. 2: wrong usage, request, option or model. 130: interrupted.
+    0: done. 1: it failed, or a claim of the demo does not hold. 2: wrong usage, request, option or model.
+    130: interrupted.
     """
     let_idle_threads_sleep()
     try:

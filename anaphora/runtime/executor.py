@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from anaphora.core.ids import RequestId
 from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.runtime.admitted_request import AdmittedRequest
 from anaphora.runtime.architecture import check_agreement, check_context, inspect_model
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.fast_forward import make_forward
 from anaphora.runtime.grammar import GrammarError, GrammarFactory
 from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
-from anaphora.runtime.admitted_request import AdmittedRequest
 from anaphora.runtime.sampler import SamplingRow, report, sample
 
 # Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.

@@ -171,7 +171,9 @@ def _resolve_tokenizer(
     if not isinstance(tokenizer, str | os.PathLike):
         raise ConfigError(f"tokenizer must be a folder, a hub id or a loaded tokenizer, got {type(tokenizer).__name__}")
     folder = Path(tokenizer).expanduser()
-    loaded = load_tokenizer(folder if folder.is_dir() else resolve_model(tokenizer, cache, bars, what="tokenizer").folder)
+    if not folder.is_dir():
+        folder = resolve_model(tokenizer, cache, bars, what="tokenizer").folder
+    loaded = load_tokenizer(folder)
     if loaded is None:
         raise UnknownModelError(f"there is no tokenizer in {tokenizer}: give a folder with a tokenizer.json")
     return loaded

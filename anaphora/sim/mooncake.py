@@ -30,7 +30,7 @@ def read_mooncake(path: Path, *, skip_bad: bool = False) -> Trace:
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
     if not trace.requests:
-        skipped = f" (broken lines left out: {trace.num_skipped_lines:,})" if trace.num_skipped_lines else ""
+        skipped = f" ({trace.num_skipped:,} broken lines left out)" if trace.num_skipped else ""
         raise TraceError(f"the trace {path} has no requests{skipped}")
     return trace
 

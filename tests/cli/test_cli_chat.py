@@ -9,6 +9,7 @@ import pytest
 
 from anaphora.api.llm import LLM
 from anaphora.cli.main import main
+from anaphora.engine.chat_template import NO_CHAT_TEMPLATE
 
 SAY_A = ["--logit-bias", "64=100"]
 
@@ -38,7 +39,7 @@ def test_each_turn_reuses_the_conversation(
         f"cached 32 of {second} tokens · computed {second - 32}",
         f"cached 16 of {first} tokens · computed {first - 16}",
     ]
-    assert all(line.endswith("16 new (length)") for line in lines if line.startswith("cached"))
+    assert all(line.endswith("16 new (length: max_tokens)") for line in lines if line.startswith("cached"))
 
 
 def test_the_system_message_begins_every_conversation(
@@ -83,3 +84,32 @@ def test_piped_input_ends_at_the_first_error(
     shown = capfd.readouterr()
     assert shown.out.count("cached") == 1
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1
+
+
+def test_an_unknown_command_is_an_error_and_a_path_is_text(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(monkeypatch, "/etc/passwd\n/rest now\na\n", "--model", str(tiny_model), "-n", "1") == 2
+    shown = capfd.readouterr()
+    assert shown.out.count("cached") == 1  # the path alone was sent
+    assert shown.err == "error: there is no command /rest: /reset or /exit; nothing was sent\n"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is Python's choice in the C locale
+def test_input_that_is_not_utf8_is_said_to_be_so(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], errors: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"h\xff\n"), encoding="utf-8", errors=errors))
+    assert main(["chat", "--model", str(tiny_model), "-n", "1"]) == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: the input is not UTF-8 text: invalid ") and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["chat"], ["generate", "--chat", "a"]])
+def test_a_builtin_model_without_template_is_refused_before_it_is_fetched(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main([*arguments, "--model", "gemma3-270m", "--cache-dir", str(tmp_path / "cache")]) == 2
+    assert capfd.readouterr().err == f"error: {NO_CHAT_TEMPLATE}\n"
+    assert not (tmp_path / "cache").exists()

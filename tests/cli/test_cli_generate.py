@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_gguf import write_tiny_gguf
 
 from anaphora.api.llm import LLM
 from anaphora.cli.main import main
 
 ONE, TWO = "Hello there, this is a beginning", "Hello there, this is another"  # 32 and 28 bytes, 21 in common
+_MORE = ["no weights", "path", "hub", "tokenizer", "tokenizer path", "empty", "empty file"]
 
 
 def generate(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -47,13 +49,22 @@ def test_caching_off_reuses_nothing_and_answers_the_same(tiny_model: Path, capfd
 def test_prompts_come_from_arguments_stdin_and_files_in_that_order(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a").write_text("from a\n")
+    (tmp_path / "a").write_text("from a\n\n")
     (tmp_path / "b").write_text("from b")
-    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
     files = ["-f", str(tmp_path / "a"), "--file", str(tmp_path / "b")]
-    document = generate(capfd, *files, "first", "-", "--model", str(tiny_model), "-n", "1")
+    document = generate(capfd, *files, "first\n", "-", "--model", str(tiny_model), "-n", "1")
     prompts = [request["prompt"] for request in document["requests"]]
-    assert prompts == ["first", "from stdin", "from a\n", "from b"]
+    # one final newline of a file and of stdin is dropped, and no other
+    assert prompts == ["first\n", "from stdin", "from a\n", "from b"]
+
+
+def test_a_pipe_is_read_where_no_prompt_is_given(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
+    [request] = generate(capfd, "--model", str(tiny_model), "-n", "1")["requests"]
+    assert request["prompt"] == "from stdin"
 
 
 def test_chat_puts_prompts_through_the_template(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +100,7 @@ def test_people_get_the_text_and_one_line_about_it(tiny_model: Path, capfd: pyte
     lines = capfd.readouterr().out.splitlines()
     assert lines[:2] == [f"[1/2] {ONE}", "aaa"]
     assert lines[2].startswith("cached 0 of 32 tokens · computed 32 · TTFT ")
-    assert lines[2].endswith(" · 3 new (length)")
+    assert lines[2].endswith(" · 3 new (length: max_tokens)")
     assert lines[3:5] == [f"[2/2] {TWO}", "aaa"]
     assert lines[5].startswith("cached 16 of 28 tokens · computed 12 · TTFT ")
     assert len(lines) == 6
@@ -114,37 +125,77 @@ def test_a_failed_request_is_told_after_the_others(
     ("arguments", "code", "message"),
     [
         (["a", "--model", "smolm2-135m"], 2, "error: unknown model 'smolm2-135m'. Did you mean smollm2-135m?"),
-        (["a", "--model", "{broken}"], 1, "error: "),
+        (["a", "--model", "{broken}"], 2, "error: {broken} has no config.json"),
         (["a", "--block-size", "0"], 2, "error: block_size must be an integer >= 1, got 0\n"),
         (["a", "--model", "{tiny}", "--max-model-len", "9999"], 2, "error: max_model_len 9999 is more than"),
         (["a", "b" * 65, "--model", "{tiny}", "--num-blocks", "4"], 2, "error: "),
-        (["", "--model", "{tiny}"], 2, "error: the prompt has no tokens; give at least one\n"),
+        (["a", "--model", "{cut}"], 2, "error: {cut} has a config.json and no weights"),
+        (["a", "--model", "no/such/path"], 2, "error: there is no file or folder no/such/path"),
+        (["a", "--model", "no-such/model"], 2, "error: the model no-such/model is neither a folder here nor"),
+        (["a", "--tokenizer", "no-such"], 2, "error: unknown tokenizer 'no-such'. "),
+        (
+            ["a", "--tokenizer", "./no-such"],
+            2,
+            "error: tokenizer: there is no file or folder ./no-such: check the path",
+        ),
+        (["a", "", "--model", "{tiny}"], 2, "error: prompt 2 of 2 (argument) is empty: give it some text\n"),
+        (["a", "-f", "{empty}"], 2, "error: prompt 2 of 2 ({empty}) is empty: give it some text\n"),
         (["a", "--model", "{tiny}", "--cache-salt", ""], 2, "error: "),
         (["-f", "{binary}"], 2, "error: {binary} is not UTF-8 text: invalid start byte at byte 0\n"),
     ],
-    ids=["unknown", "broken", "option", "context", "pool", "empty", "salt", "binary"],
+    ids=["unknown", "broken", "option", "context", "pool", *_MORE, "salt", "binary"],
 )
 def test_errors_are_one_line_on_stderr(
     tiny_model: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     code: int,
     message: str,
 ) -> None:
-    (tmp_path / "broken").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("broken", "cut"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cut" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    places = {"{tiny}": str(tiny_model), "{broken}": str(tmp_path / "broken"), "{binary}": str(tmp_path / "binary")}
+    (tmp_path / "empty").write_text("\n")
+    places = {f"{{{name}}}": str(tmp_path / name) for name in ("broken", "cut", "binary", "empty")}
+    places["{tiny}"] = str(tiny_model)
     assert main(["generate", "--json", *(places.get(argument, argument) for argument in arguments)]) == code
     shown = capfd.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith(message.replace("{binary}", places["{binary}"]))
-    assert shown.err.count("\n") == 1
+    for place, path in places.items():
+        message = message.replace(place, path)
+    lines = shown.err.splitlines()
+    assert lines[-1:] and f"{lines[-1]}\n".startswith(message)
+    assert lines[:-1] in ([], ["Fetching no-such/model from the hub ..."])
 
 
-def test_an_error_among_several_prompts_says_which(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "a", "", "--model", str(tiny_model)]) == 2
-    assert capfd.readouterr().err == "error: the prompt has no tokens; give at least one (in prompt 1 of 2)\n"
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["-n", "4"], "4 new (length: max_tokens)"),
+        (["--max-model-len", "36"], "4 new (length: max_model_len)"),
+        (["--num-blocks", "2", "-n", "5"], "1 new (length: pool full)"),  # 32 tokens, and one whose K/V nobody needs
+    ],
+)
+def test_the_limit_that_ended_an_output_is_named(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    assert main(["generate", ONE, "--model", str(tiny_model), "--logit-bias", "64=100", *options]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].endswith(f" · {reason}")
+
+
+def test_conversion_is_told_where_stderr_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gguf = write_tiny_gguf(tmp_path / "tiny.gguf", quantization="Q4_1")
+    arguments = ["generate", "ab", "--model", str(gguf), "--cache-dir", str(tmp_path / "cache"), "-n", "1"]
+    assert main(arguments) == 0
+    told = capfd.readouterr().err.splitlines()
+    assert told[:2] == ["Reading the tokenizer of tiny.gguf ...", "Converting tiny.gguf ..."]
+    assert told[2].startswith("Writing ") and len(told) == 3
+    assert main(arguments) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_models_lists_the_names_and_what_is_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import subprocess
 import sys
 
 import pytest
+import typer
 
 from anaphora.cli import console
-from anaphora.cli.main import main
+from anaphora.cli.main import app, main
 from anaphora.cli.options import EngineOptions, SamplingOptions
 from anaphora.config import EngineConfig
 from anaphora.sampling_params import SamplingParams
@@ -31,6 +33,21 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"anaphora {command}" in capsys.readouterr().out
 
 
+def test_help_keeps_its_square_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typer takes [word] for markup and drops it, unless it is escaped."""
+    monkeypatch.setenv("COLUMNS", "200")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    bracketed = []
+    for name, command in commands.items():
+        texts = [command.help, *(getattr(parameter, "help", None) for parameter in command.params)]
+        words = [word for text in texts if text for word in text.replace("\\[", "[").split() if "[" in word]
+        assert main([name, "--help"]) == 0
+        shown = capsys.readouterr().out.split()
+        assert [word for word in words if word not in shown] == []
+        bracketed += words
+    assert {"[admin],", "anaphora[plot])."} <= set(bracketed)
+
+
 def test_top_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -42,7 +59,21 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "anaphora 0.1.0\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "--top-p", "0", "a"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["generate", "--top-p", "0", "a"],
+        ["generate", "--model", "smolm2-135m", "a"],
+        ["generate", "--model", "./no-such", "a"],
+        ["generate", "--tokenizer", "no-such", "a"],
+        ["generate", ""],
+        ["chat", "--model", "gemma3-270m"],
+        ["serve", "no-such"],
+        ["demo", "--model", "no-such"],
+    ],
+)
 def test_what_needs_no_model_imports_no_tensors(arguments: list[str]) -> None:
     code = (
         f"import sys; from anaphora.cli.main import main; main({arguments!r}); "
@@ -90,11 +121,15 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
         ["generate"],
         ["generate", "-", "-"],
         ["generate", "a", "--system", "b"],
+        ["generate", "a", "--logprobs", "2"],
         ["generate", "-f", "no-such-file"],
         ["nonsense"],
     ],
 )
-def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(arguments) == 2
     assert capsys.readouterr().out == ""
 

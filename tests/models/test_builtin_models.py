@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from anaphora import LLM, SamplingParams
 from anaphora.runtime.model import LoadedModel, load_model
 from anaphora.runtime.sources import builtin, default_cache_dir
 from anaphora.runtime.sources.converted import recorded_digests
@@ -118,3 +119,17 @@ def test_gemma3_loads_and_wants_one_bos() -> None:
     assert tokenizer.decode(token_ids) == "<bos>" + PROMPT
     continuation = tokenizer.decode(greedy(loaded.module, token_ids, 8))
     assert continuation.startswith(" the capital of")
+
+
+@pytest.mark.parametrize("model", builtin.BUILTIN_MODELS, ids=lambda model: model.name)
+def test_the_catalogue_knows_who_has_a_chat_template(model: builtin.BuiltinModel) -> None:
+    tokenizer = load_model(model.name).tokenizer
+    assert tokenizer is not None
+    assert bool(tokenizer.chat_template) == model.has_chat_template
+
+
+def test_gemma3_runs_by_name_within_its_window() -> None:
+    llm = LLM("gemma3-270m", num_blocks=32)
+    assert llm.engine.max_model_len == 512
+    (output,) = llm.generate("The capital of France is", SamplingParams(max_tokens=2, temperature=0.0))
+    assert output.outputs[0].text == " Paris."

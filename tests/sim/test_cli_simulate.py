@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from anaphora.cli.simulate import simulate
+from anaphora.cli.simulate import _times, simulate
 from anaphora.errors import ConfigError, TraceError
 
 EXCERPT = str(Path(__file__).parent / "traces" / "conversation_head.jsonl")
@@ -60,3 +60,29 @@ def test_broken_lines(tmp_path: Path) -> None:
 def test_sizes_must_be_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="--blocks must be integers"):
         run(EXCERPT, "--blocks", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("\n", "has no requests$"), ("nonsense\n", r"has no requests \(1 broken lines left out\)$")]
+)
+def test_a_trace_without_requests_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message):
+        run(str(path), "--skip-bad")
+
+
+def test_times_have_units_and_no_negative_zero() -> None:
+    shown = run(EXCERPT, "--blocks", "1k", "--mode", "timed", "--arrival-scale", "10")
+    (header,) = (line for line in shown.splitlines() if line.startswith("policy"))
+    assert header.endswith("TTFT p50 s  p99 s  queue s  wait s  compute s")
+    part = {"mean": -1e-9}
+    point = {"ttft_s": {"p50": -1e-9, "p99": 1.0}, "queue_s": part, "wait_s": part, "compute_s": None}
+    assert list(_times(point)) == ["0.00", "1.00", "0.00", "0.00", "-"]
+
+
+def test_a_plot_says_where_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.svg"
+    result = CliRunner().invoke(app, [EXCERPT, "--blocks", "500", "--plot", str(path)], catch_exceptions=False)
+    assert result.stderr == f"wrote {path}\n" and path.exists()

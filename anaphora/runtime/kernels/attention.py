@@ -31,7 +31,7 @@ def tile_bytes(head_dim: int) -> int:
 
 
 @kernel
-def attend_chunk(  # type: ignore[no-untyped-def]
+def attend_chunk(
     queries, keys, values, rows, tokens, visible, slots, num_heads, num_kv_heads, scale, scores, tops, sums, partials,
     head_dim, element,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def attend_chunk(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attend_chunk_by_tiles(  # type: ignore[no-untyped-def]
+def attend_chunk_by_tiles(
     queries, keys, values, rows, tokens, visible, slots, num_heads, num_kv_heads, scale, room, tops, sums, partials,
     head_dim, element,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def attend_chunk_by_tiles(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def merge(begin, end, head, scale, tops, sums, partials, out, dim, element):  # type: ignore[no-untyped-def]
+def merge(begin, end, head, scale, tops, sums, partials, out, dim, element):
     """One head of one token from its partial results [begin, end), as elements."""
     top = tops[begin, head]
     for c in range(begin + 1, end):

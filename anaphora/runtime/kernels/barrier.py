@@ -26,7 +26,7 @@ BARRIER_SIZE = 24
 
 
 @intrinsic
-def _add(tc, address, value):  # type: ignore[no-untyped-def]
+def _add(tc, address, value):
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "acq_rel")
 
@@ -34,7 +34,7 @@ def _add(tc, address, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _load(tc, address):  # type: ignore[no-untyped-def]
+def _load(tc, address):
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8, typ=I64)
 
@@ -42,7 +42,7 @@ def _load(tc, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _store(tc, address, value):  # type: ignore[no-untyped-def]
+def _store(tc, address, value):
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
         builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
         return context.get_dummy_value()
@@ -51,7 +51,7 @@ def _store(tc, address, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _give_way(tc):  # type: ignore[no-untyped-def]
+def _give_way(tc):
     """The C library's sched_yield."""
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -63,7 +63,7 @@ def _give_way(tc):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def meet(barrier, num_threads):  # type: ignore[no-untyped-def]
+def meet(barrier, num_threads):
     """Wait until `num_threads` threads are here. barrier: the address of BARRIER_SIZE int64.
 
     Returns False if the others will never come, as one of them was lost before it began.

@@ -31,7 +31,7 @@ def _exp(v: Vectors, x: Any) -> Any:
 
 
 @intrinsic
-def largest(tc, address, count):  # type: ignore[no-untyped-def]
+def largest(tc, address, count):
     """The largest of `count` float32; NaN is passed over."""
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -52,7 +52,7 @@ def largest(tc, address, count):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def exponentials(tc, address, count, top, scale):  # type: ignore[no-untyped-def]
+def exponentials(tc, address, count, top, scale):
     """Put exp((x - top) × scale) in the place of each of `count` float32, none above `top`; returns their sum."""
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
@@ -71,7 +71,7 @@ def exponentials(tc, address, count, top, scale):  # type: ignore[no-untyped-def
 
 
 @intrinsic
-def gate(tc, gates, ups, out, count, element):  # type: ignore[no-untyped-def]
+def gate(tc, gates, ups, out, count, element):
     """out = SiLU(gate) × up for `count` float32 (a multiple of 16), as elements."""
 
     def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
@@ -91,7 +91,7 @@ def gate(tc, gates, ups, out, count, element):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def shorten(tc, source, count, out, room):  # type: ignore[no-untyped-def]
+def shorten(tc, source, count, out, room):
     """`count` float32 as bfloat16, and zeros behind them up to `room` (a multiple of 16)."""
 
     def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:

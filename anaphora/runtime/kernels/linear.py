@@ -10,11 +10,10 @@ from __future__ import annotations
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.products import dot, spread
 from anaphora.runtime.kernels.tiles import has_tiles, multiply_tiles_transposed, pack
-from anaphora.runtime.kernels.vectors import load_element
 
 
 @kernel
-def prepare(source, stride, num_rows, count, out, use_tiles, element):  # type: ignore[no-untyped-def]
+def prepare(source, stride, num_rows, count, out, use_tiles, element):
     """Make operands for `linear` of rows of elements.
 
     source: address of rows, `stride` bytes apart; with tiles, rows up to a multiple of 16 are read, whatever they hold.
@@ -29,7 +28,7 @@ def prepare(source, stride, num_rows, count, out, use_tiles, element):  # type: 
 
 
 @kernel
-def linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch, use_tiles, element):  # type: ignore[no-untyped-def]
+def linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch, use_tiles, element):
     """Outputs [begin, end) of rows x @ weight.T, float32.
 
     x: address of operands [num_rows, count] from `prepare`; weight: of elements [at least end, count]; out: of float32,
@@ -42,7 +41,7 @@ def linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch, use
 
 
 @kernel
-def tile_linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch):  # type: ignore[no-untyped-def]
+def tile_linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch):
     stride, one, two = 2 * count, (0,), (0, 0)
     n = begin
     while n < end:
@@ -69,7 +68,7 @@ def tile_linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch
 
 
 @kernel
-def vector_linear(x, num_rows, weight, count, begin, end, out, out_stride, element):  # type: ignore[no-untyped-def]
+def vector_linear(x, num_rows, weight, count, begin, end, out, out_stride, element):
     w_stride, x_stride = count * len(element), 4 * count
     n = begin
     while n + 4 <= end:

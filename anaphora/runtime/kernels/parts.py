@@ -11,7 +11,7 @@ from anaphora.runtime.kernels.vectors import load_element, store_element
 
 
 @kernel
-def normalise(source, weight, eps, size, out, element):  # type: ignore[no-untyped-def]
+def normalise(source, weight, eps, size, out, element):
     """RMS norm of `size` elements."""
     width = len(element)
     total = np.float32(0)
@@ -25,7 +25,7 @@ def normalise(source, weight, eps, size, out, element):  # type: ignore[no-untyp
 
 
 @kernel
-def finish_head(line, bias, norm, eps, cos, sin, dim, element):  # type: ignore[no-untyped-def]
+def finish_head(line, bias, norm, eps, cos, sin, dim, element):
     """One head of float32 in place: add a bias, normalise, turn; each part that has an address.
 
     line: float32 array [dim]. cos, sin: float32 arrays [dim], the sine's first half negated; or empty.
@@ -50,14 +50,14 @@ def finish_head(line, bias, norm, eps, cos, sin, dim, element):  # type: ignore[
 
 
 @kernel
-def store_line(line, out, element):  # type: ignore[no-untyped-def]
+def store_line(line, out, element):
     """A float32 array as elements."""
     for i in range(len(line)):
         store_element(out + i * len(element), line[i], element)
 
 
 @kernel
-def add_bias(line, bias, begin, end, element):  # type: ignore[no-untyped-def]
+def add_bias(line, bias, begin, end, element):
     """line[begin:end] += bias[begin:end], if there is one; line: float32 array."""
     if bias != 0:
         for n in range(begin, end):
@@ -65,7 +65,7 @@ def add_bias(line, bias, begin, end, element):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def add_to_hidden(hidden, line, bias, begin, end, element):  # type: ignore[no-untyped-def]
+def add_to_hidden(hidden, line, bias, begin, end, element):
     """hidden[begin:end] += line[begin:end] + bias[begin:end]; hidden: address of elements."""
     add_bias(line, bias, begin, end, element)
     width = len(element)
@@ -75,6 +75,6 @@ def add_to_hidden(hidden, line, bias, begin, end, element):  # type: ignore[no-u
 
 
 @kernel
-def copy_elements(source, out, count, element):  # type: ignore[no-untyped-def]
+def copy_elements(source, out, count, element):
     for i in range(count):
         store_element(out + i * len(element), load_element(source + i * len(element), element), element)

@@ -49,7 +49,7 @@ def _dot(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
 
 
 @intrinsic
-def dot(tc, x, x_stride, w, w_stride, count, out, out_stride, num_x, num_w, element):  # type: ignore[no-untyped-def]
+def dot(tc, x, x_stride, w, w_stride, count, out, out_stride, num_x, num_w, element):
     """out[i, j] = sum over `count` of operand x[i] × element w[j], in float32. Strides in bytes.
 
     count: a multiple of 2 × lanes (bfloat16) or lanes (float32).
@@ -73,7 +73,7 @@ def _score(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
 
 
 @intrinsic
-def score(tc, query, keys, rows, out, head_dim, element):  # type: ignore[no-untyped-def]
+def score(tc, query, keys, rows, out, head_dim, element):
     """out[t] = query · key at `keys + rows[t]` for `lanes` tokens. head_dim: a tuple of a 16th of its length."""
     sizes = (length(head_dim), length(element))
     return void(_score, types.void(query, keys, rows, out, head_dim, element), sizes)
@@ -100,7 +100,7 @@ def _weigh(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
 
 
 @intrinsic
-def weigh(tc, weights, weights_stride, values, rows, count, out, out_stride, num_heads, head_dim, element):  # type: ignore[no-untyped-def]
+def weigh(tc, weights, weights_stride, values, rows, count, out, out_stride, num_heads, head_dim, element):
     """out[h] = sum over t < count of weights[h, t] × value at `values + rows[t]`; float32 out, strides in bytes."""
     sizes = (length(num_heads), length(head_dim), length(element))
     signature = types.void(weights, weights_stride, values, rows, count, out, out_stride, num_heads, head_dim, element)
@@ -108,7 +108,7 @@ def weigh(tc, weights, weights_stride, values, rows, count, out, out_stride, num
 
 
 @intrinsic
-def spread(tc, source, out, count, element):  # type: ignore[no-untyped-def]
+def spread(tc, source, out, count, element):
     """Make operands of `count` elements (a multiple of 2 × lanes, or lanes) for `dot` and `score`."""
 
     def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:

@@ -11,7 +11,14 @@ which costs less than to wait for others.
 
 from __future__ import annotations
 
-from anaphora.runtime.kernels.attention import CHUNK_TOKENS, TILE_QUERIES, attend_chunk, attend_chunk_by_tiles, merge, tile_bytes
+from anaphora.runtime.kernels.attention import (
+    CHUNK_TOKENS,
+    TILE_QUERIES,
+    attend_chunk,
+    attend_chunk_by_tiles,
+    merge,
+    tile_bytes,
+)
 from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import gate
@@ -56,12 +63,12 @@ def own_bytes(num_rows: int, hidden_size: int, largest_size: int, head_dim: int,
 
 
 @kernel
-def has_tile_unit():  # type: ignore[no-untyped-def]
+def has_tile_unit():
     return has_tiles()
 
 
 @kernel
-def run_step(  # type: ignore[no-untyped-def]
+def run_step(
     thread, num_threads, addresses, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens, query_visible,
     query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, scores, tops, sums, partials,
     head_dim, element,

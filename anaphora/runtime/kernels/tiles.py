@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from anaphora.runtime.kernels.vectors import I8, I16, I32, I64, Vectors, features, length, void
+from anaphora.runtime.kernels.vectors import I8, I16, I32, I64, Vectors, features, length
 
 _POINTER = I8.as_pointer()
 TILE_BYTES = 1024
@@ -64,12 +64,12 @@ class _Tiles:
 
 
 @intrinsic
-def has_tiles(tc):  # type: ignore[no-untyped-def]
+def has_tiles(tc):
     return types.boolean(), lambda context, builder, _, args: ir.Constant(ir.IntType(1), int(_available(context)))
 
 
 def _configuring(name: str) -> Any:
-    def typed(tc, address):  # type: ignore[no-untyped-def]
+    def typed(tc, address):
         def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
             if _available(context):
                 _Tiles(builder).configure(name, args[0])
@@ -111,7 +111,7 @@ def _pack(v: Vectors, addresses: list[Any], count: Any, out: Any) -> None:
 
 
 @intrinsic
-def pack(tc, source, stride, count, out):  # type: ignore[no-untyped-def]
+def pack(tc, source, stride, count, out):
     """Pack 16 rows of `count` bfloat16 (a multiple of 32), `stride` bytes apart."""
 
     def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
@@ -123,7 +123,7 @@ def pack(tc, source, stride, count, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def pack_keys(tc, keys, rows, count, out):  # type: ignore[no-untyped-def]
+def pack_keys(tc, keys, rows, count, out):
     """Pack the keys of 16 tokens, `count` bfloat16 each, at `keys + rows[t]`."""
 
     def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
@@ -134,7 +134,7 @@ def pack_keys(tc, keys, rows, count, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def pack_values(tc, values, rows, out, out_stride, head_dim):  # type: ignore[no-untyped-def]
+def pack_values(tc, values, rows, out, out_stride, head_dim):
     """Pack the values of 32 tokens: for every 16 numbers of a value a tile, `out_stride` bytes apart; head_dim: see score."""
     sixteenths = length(head_dim)
 
@@ -176,7 +176,7 @@ def _accumulate(v: Vectors, tiles: _Tiles, rows: tuple[Any, ...], packed: tuple[
 
 
 @intrinsic
-def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_rows, num_columns):  # type: ignore[no-untyped-def]
+def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_rows, num_columns):
     """out[row, column] = sum over `count` (a multiple of 32) of row × column, float32.
 
     rows: 16 × len(num_rows) rows of bfloat16. packed: 16 × len(num_columns) columns, `block` bytes from 16 to the next 16.
@@ -197,7 +197,7 @@ def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_
 
 
 @intrinsic
-def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, scratch, num_rows, num_columns):  # type: ignore[no-untyped-def]
+def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, scratch, num_rows, num_columns):
     """out[column, row] of the same products, columns packed one after another. scratch: address of 1024 bytes."""
     num_left, num_right = length(num_rows), length(num_columns)
 

@@ -192,13 +192,13 @@ def void(build: Callable[[Vectors, Any, tuple[int, ...]], None], signature: Any,
 
 
 @intrinsic
-def num_lanes(tc):  # type: ignore[no-untyped-def]
+def num_lanes(tc):
     """Tokens that one `score` takes."""
     return types.int64(), lambda context, builder, _, args: ir.Constant(I64, lanes(context))
 
 
 @intrinsic
-def load_element(tc, address, element):  # type: ignore[no-untyped-def]
+def load_element(tc, address, element):
     size = length(element)
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
@@ -211,7 +211,7 @@ def load_element(tc, address, element):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def store_element(tc, address, value, element):  # type: ignore[no-untyped-def]
+def store_element(tc, address, value, element):
     size = length(element)
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
@@ -225,7 +225,7 @@ def store_element(tc, address, value, element):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def address_of(tc, array):  # type: ignore[no-untyped-def]
+def address_of(tc, array):
     """Where an array's data begin."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

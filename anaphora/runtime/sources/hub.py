@@ -45,8 +45,8 @@ def fetch_snapshot(repo_id: str, progress: Progress, what: str = "model") -> Pat
         ) from error
     except LocalEntryNotFoundError as error:
         raise UnknownModelError(
-            f"{what} {repo_id} is neither a folder here nor in the hub's cache, and the hub cannot be reached: check the "
-            f"network (HF_ENDPOINT, HF_HUB_OFFLINE, proxies), or give a folder ({error.__cause__ or error})"
+            f"the {what} {repo_id} is neither a folder here nor in the hub's cache, and the hub cannot be reached: "
+            f"check the network (HF_ENDPOINT, HF_HUB_OFFLINE, proxies), or give a folder ({error.__cause__ or error})"
         ) from error
     except Exception as error:  # the errors of its HTTP client differ from release to release
         if is_disk_full(error):
