@@ -26,7 +26,7 @@ class Chunks:
     items: [chunks, 2], each chunk's entries [begin, end) in the three arrays that follow.
     tokens, visible, partials: a token of the packed batch, how many of the chunk's keys it sees (from the first one),
         and the number of its result for this chunk.
-    token_partials: [tokens + 1]: a token's results are the numbers [token_partials[t], token_partials[t + 1]), in order.
+    token_partials: [tokens + 1]: a token t has the results [token_partials[t], token_partials[t + 1]), in order.
     """
 
     slots: Int64

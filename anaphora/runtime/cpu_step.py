@@ -27,9 +27,9 @@ from anaphora.runtime.threads import ThreadTeam
 ALIGNMENT_BYTES = 64
 """Every size along which a kernel sums must be a multiple of this many bytes of elements."""
 
-# Up to where a step of the kernels takes less time than torch's products do: measured for SmolLM2-135M, see docs/log.md.
+# Up to where a step of the kernels takes less time than one of torch: measured, see docs/log.md.
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
-MAX_TOKENS_TILES = 64
+MAX_TOKENS_TILES = 512
 
 
 class CpuStep:
@@ -54,12 +54,13 @@ class CpuStep:
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
         attention_size = num_heads * decoder.head_dim
         largest = max(self._hidden_size, self._mlp_size, attention_size)
-        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._vocab_size)
+        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
         self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize)
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
         self._queries = _aligned(self.max_tokens * attention_size * 4)
-        self._wide = _aligned(num_rows * widest * 4).view(np.float32).reshape(num_rows, widest)
+        self._wide = _rows(num_rows, widest)
+        self._words = _rows(num_rows, self._vocab_size)
         self._partials = _Partials(num_heads, decoder.head_dim)
         norms = [(la.input_norm, la.query_norm, la.key_norm, la.mlp_norm) for la in decoder.layers]
         self._eps = np.array(
@@ -104,7 +105,7 @@ class CpuStep:
         keep: torch.Tensor,
         context: PagedContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden], which it overwrites."""
+        """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]; overwrites these."""
         return self._run(range(len(self._decoder.layers)), hidden, rotations, position_ids, keep, context)
 
     def run_layer(
@@ -155,7 +156,7 @@ class CpuStep:
             np.float32(self._decoder.layers[0].scaling), cos, sin, context.slot_mapping.numpy(), chunks.items,
             chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,
             keep.numpy(), np.array(final, dtype=np.int64), np.array(buffers, dtype=np.int64), self._own.ctypes.data,
-            self._own_size, self._configuration.ctypes.data, self._wide, self._scores, self._partials.tops,
+            self._own_size, self._configuration.ctypes.data, self._wide, self._words, self._scores, self._partials.tops,
             self._partials.sums, self._partials.values, self._head_dim, self._element,
         )  # fmt: skip
         team.run(lambda thread: step.run_step(thread, *arguments), self._abandon)
@@ -196,19 +197,26 @@ def _aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
     return raw[begin : begin + num_bytes]
 
 
+def _rows(count: int, size: int) -> npt.NDArray[np.float32]:
+    """Rows of float32 that begin in different sets of the cache. The system gives memory as they are written."""
+    stride = cdiv(size, 16) * 16 + 16
+    return _aligned(count * stride * 4).view(np.float32).reshape(count, stride)
+
+
 class _Partials:
     """Room for partial results, larger when a step needs it."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
-        self._num_heads, self._head_dim = num_heads, head_dim
-        self.grow(1, first=True)
+        self.tops = np.zeros((1, num_heads), dtype=np.float32)
+        self.sums = np.zeros((1, num_heads), dtype=np.float32)
+        self.values = np.zeros((1, num_heads, head_dim), dtype=np.float32)
 
-    def grow(self, count: int, first: bool = False) -> None:
-        if first or count > len(self.tops):
+    def grow(self, count: int) -> None:
+        if count > len(self.tops):
             count = 1 << (count - 1).bit_length()
-            self.tops = np.zeros((count, self._num_heads), dtype=np.float32)
-            self.sums = np.zeros((count, self._num_heads), dtype=np.float32)
-            self.values = np.zeros((count, self._num_heads, self._head_dim), dtype=np.float32)
+            self.tops = np.zeros((count, *self.tops.shape[1:]), dtype=np.float32)
+            self.sums = np.zeros((count, *self.sums.shape[1:]), dtype=np.float32)
+            self.values = np.zeros((count, *self.values.shape[1:]), dtype=np.float32)
 
 
 def _tensor(parameters: Parameters) -> torch.Tensor:

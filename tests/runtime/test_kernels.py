@@ -1,4 +1,4 @@
-"""Claims: the CPU kernels give what plain formulas in float64 give, the same bits at every run, on every kind of CPU."""
+"""Claims: the CPU kernels give what formulas in float64 give, the same bits at every run, on every kind of CPU."""
 
 from __future__ import annotations
 

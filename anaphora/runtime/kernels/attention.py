@@ -1,7 +1,7 @@
 """Attention over the pool for few new tokens: a context is cut into chunks of tokens, which threads share out.
 
-Knows addresses, rows and chunks; knows nothing of blocks and requests. All heads of a chunk are one thread's work, so that
-a chunk's keys and values are read from memory once, whoever asks for them. Each (chunk, new token, head) leaves a
+Knows addresses, rows and chunks; knows nothing of blocks and requests. All heads of a chunk are one thread's work, so
+that a chunk's keys and values are read from memory once, whoever asks for them. Each (chunk, new token, head) leaves a
 partial result: the largest score, the sum of exponentials and the unnormalised values. The chunks' borders do not
 depend on the number of threads, and partial results are merged in order: the same bits at every run.
 """
@@ -37,11 +37,13 @@ def attend_chunk(
 ):  # fmt: skip
     """One chunk for every new token that sees some of it.
 
-    queries: address of operands (see products.spread) [tokens, num_heads, head_dim]. keys, values: addresses of a layer's pool.
+    queries: address of operands (see products.spread) [tokens, num_heads, head_dim].
+    keys, values: addresses of a layer's pool.
     rows: address of the chunk's row offsets (bytes, int64), readable up to a multiple of the lanes.
     tokens, visible, slots: int64 arrays, one entry for each such token: its number, how many of the chunk's keys it
         sees (at least one), and where its partial result goes.
-    scores: float32 scratch [group * CHUNK_TOKENS]. tops, sums: [slots, num_heads]; partials: [slots, num_heads, head_dim].
+    scores: float32 scratch [group * CHUNK_TOKENS].
+    tops, sums: float32 [slots, num_heads]; partials: [slots, num_heads, head_dim].
     """
     dim = 16 * len(head_dim)
     group = num_heads // num_kv_heads

@@ -1,7 +1,7 @@
 """How kernels are compiled, and found again on disk at the next start.
 
 Numba files compiled code under the time stamp of the function's own file, and does not notice that a function which it
-calls, or a piece of LLVM code, has changed in another one. Here the key takes in the text of every file of this package.
+calls, or a piece of LLVM code, has changed in another one. Here the key takes in the text of every file in this folder.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+class _Cache(FunctionCache):
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return (*super()._index_key(sig, codegen), _sources())
 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile at the first call with given types, without the interpreter's lock, and keep the code on disk."""
-    dispatcher = njit(nogil=True, fastmath=FASTMATH, error_model="numpy")(function)
+    dispatcher: Any = njit(nogil=True, fastmath=FASTMATH, error_model="numpy")(function)
     try:
         dispatcher._cache = _Cache(function)
     except RuntimeError:  # nowhere to write: every process compiles for itself

@@ -13,7 +13,7 @@ from anaphora.runtime.kernels.vectors import F32, I32, I64, Vectors, length, voi
 
 
 def _exp(v: Vectors, x: Any) -> Any:
-    """exp of x <= 0, relative error below 1e-6; 0 from -87 down; NaN of NaN. As 2 ** n × exp(f) with |f| <= ln 2 / 2."""
+    """exp of x <= 0, relative error below 1e-6; 0 from -87 down; NaN of NaN. 2 ** n × exp(f) with |f| <= ln 2 / 2."""
     b = v.builder
     n = v.each("rint", b.fmul(x, v.constant(1.4426950408889634)))
     # ln 2 in two parts: the first is exact in float32, and so is its product with n.

@@ -1,8 +1,8 @@
 """Matrix products of a few rows with a weight as it lies in memory, [out, in]: no copy of the weights, no packing.
 
-Knows addresses and which of two ways a CPU has: tiles, or vectors. In vectors a sum runs across the lanes, and the lanes
-are added up once for each output; four outputs share the loads of a row of x, and up to four rows share the loads of the
-weight; more rows read it again from the nearest cache.
+Knows addresses and which of two ways a CPU has: tiles, or vectors. In vectors a sum runs across the lanes, and the
+lanes are added up once for each output; four outputs share the loads of a row of x, and up to four rows share the loads
+of the weight; more rows read it again from the nearest cache.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A whole step of a decoder of the Llama type over few tokens, in one call on every thread.
 
-Knows addresses and sizes; knows nothing of modules and plans. Every thread runs `run_step` with its number; they meet at
-barriers, six a layer, and share out outputs, chunks and heads by number, so that who computes what does not change
-what is computed. Sums are float32; hidden states, keys, values and what goes into a linear part are elements, rounded as
-the module rounds them.
+Knows addresses and sizes; knows nothing of modules and plans. Every thread runs `run_step` with its number; they meet
+at barriers, six a layer, and share out outputs, chunks and heads by number, so that who computes what does not change
+what is computed. Sums are float32; hidden states, keys, values and what goes into a linear part are elements, rounded
+as the module rounds them.
 
-Buffers hold rows for a multiple of 16 tokens. `own` belongs to one thread: every thread normalises all tokens for itself,
-which costs less than to wait for others.
+Buffers hold rows for a multiple of 16 tokens. `own` belongs to one thread: every thread normalises all tokens for
+itself, which costs less than to wait for others.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def has_tile_unit():
 @kernel
 def run_step(
     thread, num_threads, addresses, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens, query_visible,
-    query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, scores, tops, sums, partials,
+    query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, words, scores, tops, sums, partials,
     head_dim, element,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
@@ -83,7 +83,7 @@ def run_step(
     query_*: see attention.attend_chunk. token_slots: int64 [tokens + 1], each token's partial results.
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
     elements, operands. configuration: address of the tiles' one, or 0.
-    wide: float32 [tokens, most outputs of a linear part]. scores: float32 [num_threads, ...].
+    wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary]. scores: float32 [num_threads, ...].
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, vocabulary, use_tiles = sizes[MLP], sizes[VOCABULARY], sizes[USE_TILES] != 0
@@ -214,13 +214,13 @@ def run_step(
         if thread == num_threads - 1:
             last_word = vocabulary
         linear(
-            operands, len(keep), final[1], size, first_word, last_word, wide_at, wide_stride, scratch, use_tiles,
-            element,
+            operands, len(keep), final[1], size, first_word, last_word, address_of(words), 4 * words.shape[1], scratch,
+            use_tiles, element,
         )  # fmt: skip
         for j in range(len(keep)):
-            add_bias(wide[j], final[2], first_word, last_word, element)
+            add_bias(words[j], final[2], first_word, last_word, element)
             place = buffers[B_LOGITS] + (j * vocabulary + first_word) * width
-            store_line(wide[j, first_word:last_word], place, element)
+            store_line(words[j, first_word:last_word], place, element)
     if use_tiles:
         load_configuration(saved)
     meet(barrier, num_threads)

@@ -135,7 +135,7 @@ def pack_keys(tc, keys, rows, count, out):
 
 @intrinsic
 def pack_values(tc, values, rows, out, out_stride, head_dim):
-    """Pack the values of 32 tokens: for every 16 numbers of a value a tile, `out_stride` bytes apart; head_dim: see score."""
+    """Pack the values of 32 tokens: for every 16 numbers of a value a tile, `out_stride` bytes apart."""
     sixteenths = length(head_dim)
 
     def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
@@ -179,7 +179,7 @@ def _accumulate(v: Vectors, tiles: _Tiles, rows: tuple[Any, ...], packed: tuple[
 def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_rows, num_columns):
     """out[row, column] = sum over `count` (a multiple of 32) of row × column, float32.
 
-    rows: 16 × len(num_rows) rows of bfloat16. packed: 16 × len(num_columns) columns, `block` bytes from 16 to the next 16.
+    rows: 16 × len(num_rows) rows of bfloat16. packed: 16 × len(num_columns) columns, `block` bytes from 16 to the next.
     Both lengths are 1 or 2. Strides in bytes.
     """
     num_left, num_right = length(num_rows), length(num_columns)

@@ -4,7 +4,7 @@ Knows LLVM and the lanes of the CPU that it compiles for; knows nothing of model
 function's sizes that must be constants for the compiler arrive as the *length* of a tuple (`len` of its type), which
 is part of the signature by which Numba files compiled code on disk.
 
-Elements are bfloat16 (a tuple of 2, its bytes) or float32 (a tuple of 4). Operands are what elements are multiplied with:
+Elements are bfloat16 (a tuple of 2, its bytes) or float32 (a tuple of 4). Operands are what they are multiplied with:
 
     float32     as it is
     bfloat16    as float32, in runs of 2 × lanes: the even ones, then the odd ones, which is how a register of bfloat16
