@@ -10,6 +10,8 @@ from anaphora.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HASH_ALGORITHMS = ("sha256", "xxh3_128")
+MAX_BLOCK_SIZE = 65_536
+MAX_THREADS = 1024
 EVICTION_POLICIES = ("lru", "lfu", "lru-2", "s3-fifo", "cost-aware", "learnt-hazard")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
@@ -83,6 +85,12 @@ class EngineConfig:
                 _positive(name, getattr(self, name))
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError("num_blocks and kv_cache_bytes both size the pool: give one of them")
+        for name, most in (("block_size", MAX_BLOCK_SIZE), ("num_threads", MAX_THREADS)):
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        for name in ("enable_prefix_caching", "fast_forward"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)
         _choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)

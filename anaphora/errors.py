@@ -18,7 +18,8 @@ AnaphoraError
 │   └── UnsupportedModelError    the architecture needs something that this engine lacks
 ├── TraceError                   a trace file cannot be read or has a broken line
 ├── StepFailedError              the model failed while it computed this request
-└── EngineStoppedError           the engine's thread has ended: nothing is served any more
+├── EngineBusyError              another call of this engine is running
+└── EngineStoppedError           the engine has ended: nothing is served any more
 """
 
 from __future__ import annotations
@@ -96,5 +97,9 @@ class StepFailedError(AnaphoraError):
     """The model failed (exception or non-finite output) while it computed this request."""
 
 
+class EngineBusyError(AnaphoraError):
+    """Another call of this engine is running, in another thread or further up in this one."""
+
+
 class EngineStoppedError(AnaphoraError):
-    """The engine's thread has ended, on request or by a crash: nothing is served any more."""
+    """The engine has ended, on request, by a crash of its thread or in its bookkeeping: nothing is served any more."""

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 from anaphora.errors import InvalidParameterError
@@ -20,17 +21,23 @@ MAX_SCHEMA_DEPTH = 64
 
 
 def _number(name: str, value: object, low: float, high: float, hint: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidParameterError(f"{name} must be a finite number, got {value!r}; {hint}")
-    if not low <= value <= high:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidParameterError(f"{name} must be a finite number, got {value!r}; {hint}")
+    if not low <= number <= high:
         raise InvalidParameterError(f"{name} must be {hint}, got {value!r}")
-    return float(value)
+    return number
 
 
 def _integer(name: str, value: object, low: int, hint: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
         raise InvalidParameterError(f"{name} must be {hint}, got {value!r}")
-    return value
+    return int(value)
 
 
 def _integers(name: str, values: object) -> tuple[int, ...]:
@@ -137,9 +144,7 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise InvalidParameterError("top_p must be in (0, 1], got 0; for greedy choice set temperature=0")
         put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]"))
-        penalty = _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "in (0, 100]")
-        if penalty == 0.0:
-            raise InvalidParameterError("repetition_penalty must be in (0, 100], got 0; 1 switches it off")
+        penalty = _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "in [0.01, 100]; 1 is off")
         put(self, "repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             put(self, name, _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]"))
@@ -165,7 +170,7 @@ class SamplingParams:
         if len(stop) > MAX_STOP_STRINGS:
             raise InvalidParameterError(f"stop holds {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
         put(self, "stop", stop)
-        put(self, "stop_token_ids", _integers("stop_token_ids", self.stop_token_ids or ()))
+        put(self, "stop_token_ids", _integers("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and _integer(name, value, 0, "an integer >= 0 or None") > MAX_LOGPROBS:

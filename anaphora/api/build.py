@@ -60,13 +60,16 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
     max_model_len = context_limit(
         config.max_model_len, loaded.max_model_len, loaded.name, window=smallest_window(module, layout)
     )
+    memory = psutil.virtual_memory()
     num_blocks = pool_size(
         config,
         max_model_len=max_model_len,
         block_bytes=bytes_per_block(layout.shapes, config.block_size, module.dtype),
-        available_bytes=psutil.virtual_memory().available,
+        available_bytes=memory.available,
+        total_bytes=memory.total,
     )
-    end_token_ids = frozenset(loaded.eos_token_ids)
+    # A tokenizer may name end tokens that the embedding never got: they cannot be chosen.
+    end_token_ids = frozenset(token for token in loaded.eos_token_ids if 0 <= token < layout.vocab_size)
     grammars = None
     if loaded.tokenizer is not None:
         grammars = LLGuidanceGrammars(loaded.tokenizer, layout.vocab_size, end_token_ids)
@@ -74,8 +77,9 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
         module,
         num_blocks=num_blocks + 1,  # and the null block
         block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
+        # A running request holds a block and is owed a token a step; no table is longer than the pool.
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
+        max_model_len=min(max_model_len, (num_blocks + 1) * config.block_size),
         dtype=module.dtype,
         device=module.device,
         fast_forward=config.fast_forward,

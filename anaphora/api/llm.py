@@ -217,7 +217,7 @@ class LLM:
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
     ) -> None:
-        """Queue the n requests of one prompt. Their ids are in request_ids afterwards, also where one was refused."""
+        """Queue the n requests of one prompt. The ids of those that got in are in request_ids afterwards."""
         arrival_s = self.engine.clock() if arrival_s is None else arrival_s
         choices = params.choices() if isinstance(params, SamplingParams) else [params]  # what is none is refused below
         gathered = Choices(len(choices), prompt)
@@ -228,22 +228,20 @@ class LLM:
         if len(choices) > 1:  # text becomes tokens once
             prompt = self.engine.encode(prompt, add_special_tokens=add_special_tokens)
         for index, choice in enumerate(choices):
-            request_ids.append(self._open(partial(receive_choice, index)))
-            self.engine.add_request(
-                request_ids[-1],
-                prompt,
-                choice,
-                cache_salt=cache_salt,
-                priority=priority,
-                arrival_s=arrival_s,
-                add_special_tokens=add_special_tokens,
-            )
-
-    def _open(self, receive: Callable[[StepOutput], None]) -> str:
-        request_id = f"llm-{self._num_requests}"
-        self._num_requests += 1
-        self._receivers[request_id] = receive
-        return request_id
+            request_id = f"llm-{self._num_requests}"
+            self._num_requests += 1
+            with held_interrupts():
+                self.engine.add_request(
+                    request_id,
+                    prompt,
+                    choice,
+                    cache_salt=cache_salt,
+                    priority=priority,
+                    arrival_s=arrival_s,
+                    add_special_tokens=add_special_tokens,
+                )
+                self._receivers[request_id] = partial(receive_choice, index)
+                request_ids.append(request_id)
 
     def _step(self) -> None:
         """One step of the engine, for every open call of this object: streams that wait, and a generate among them."""
@@ -251,6 +249,8 @@ class LLM:
             raise AnaphoraError(
                 "llm.engine has requests that were added to it directly: step it until they have finished"
             )
+        if self.engine.num_unfinished < len(self._receivers):
+            raise AnaphoraError("a request of this LLM was ended through llm.engine: drive it from one place only")
         with held_interrupts():
             for output in self.engine.step():
                 self._receivers[output.request_id](output)
@@ -262,7 +262,7 @@ class LLM:
         with held_interrupts():
             for request_id in request_ids:
                 if self._receivers.pop(request_id, None) is not None:
-                    with contextlib.suppress(UnknownRequestError):  # it never got in
+                    with contextlib.suppress(UnknownRequestError):  # it was ended through llm.engine
                         self.engine.abort(request_id)
 
 

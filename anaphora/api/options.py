@@ -54,15 +54,18 @@ def context_limit(wanted: int | None, model_limit: int, name: str, *, window: in
     return model_limit
 
 
-def pool_size(config: EngineConfig, *, max_model_len: int, block_bytes: int, available_bytes: int) -> int:
+def pool_size(
+    config: EngineConfig, *, max_model_len: int, block_bytes: int, available_bytes: int, total_bytes: int
+) -> int:
     """Usable blocks of the pool. block_bytes: of one block, in all layers.
 
     num_blocks if given; else as many as fit into kv_cache_bytes; else into a quarter of the available memory, and
-    no more than max_num_seqs requests of max_model_len tokens could hold. Raises ConfigError if not one fits.
+    no more than max_num_seqs requests of max_model_len tokens could hold. Raises ConfigError if not one fits, or if
+    they exceed the machine's memory.
     """
     if config.num_blocks is not None:
-        return config.num_blocks
-    if config.kv_cache_bytes is not None:
+        num_blocks = config.num_blocks
+    elif config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // block_bytes
     else:
         useful = config.max_num_seqs * cdiv(max_model_len, config.block_size)
@@ -71,5 +74,10 @@ def pool_size(config: EngineConfig, *, max_model_len: int, block_bytes: int, ava
         raise ConfigError(
             f"not one block of {block_bytes} bytes fits: raise kv_cache_bytes (now {config.kv_cache_bytes}), or lower "
             f"block_size (now {config.block_size})"
+        )
+    if num_blocks * block_bytes > total_bytes:
+        raise ConfigError(
+            f"a pool of {num_blocks} blocks of {block_bytes} bytes takes {num_blocks * block_bytes / 2**30:,.1f} GiB, "
+            f"the machine has {total_bytes / 2**30:,.1f}: lower num_blocks or kv_cache_bytes"
         )
     return num_blocks

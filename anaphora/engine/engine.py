@@ -19,6 +19,7 @@ from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
 from anaphora.engine.live_request import LiveRequest
+from anaphora.engine.one_at_a_time import OneAtATime, exclusive
 from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
 from anaphora.engine.prompt_check import check_priority, check_sampling, check_text, check_token_ids
 from anaphora.engine.protocols import Clock, Executor, GrammarChecker, Tokenizer
@@ -55,6 +56,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._seed = seed
         self._grammars = grammars
+        self.calls = OneAtATime()
         self._num_drawn_seeds = 0
         self._live: dict[str, LiveRequest] = {}
         self._undelivered: dict[str, StepOutput] = {}  # ended in a step that an interrupt cut short
@@ -103,6 +105,7 @@ class Engine:
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
+    @exclusive
     def add_request(
         self,
         request_id: str,
@@ -148,6 +151,7 @@ class Engine:
         self._num_drawn_seeds += draws_seed  # only now: a refused request must not change what the next one draws
         self._times["add_s"] += self.clock() - begin_s
 
+    @exclusive
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now; what they have so far comes back, with the finish reason `abort`.
 
@@ -179,6 +183,7 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
+    @exclusive
     def step(self) -> list[StepOutput]:
         """Run one step. One StepOutput for each request that gained a token or ended; the last one has the whole.
 
@@ -189,7 +194,8 @@ class Engine:
             outputs, self._undelivered = list(self._undelivered.values()), {}
             return outputs
         begin_s = self.clock()
-        plan = self._scheduler.schedule()
+        with self.calls.bookkeeping():
+            plan = self._scheduler.schedule()
         planned_s = self._spent("schedule_s", begin_s)
         if plan is None:
             if self._live:
@@ -212,7 +218,8 @@ class Engine:
         executed_s = self._spent("execute_s", planned_s)
         self._times["compute_s"] += result.compute_s
         self._times["sample_s"] += result.sample_s
-        updates = self._scheduler.update(plan, result)
+        with self.calls.bookkeeping():
+            updates = self._scheduler.update(plan, result)
         updated_s = self._spent("update_s", executed_s)
         outputs = self._outputs(plan, updates, result.prompt_logprobs, updated_s)
         self._spent("output_s", updated_s)
@@ -229,9 +236,7 @@ class Engine:
         outputs = []
         for update in updates:
             request_id = update.request.request_id
-            live = self._live.get(request_id)
-            if live is None:  # aborted while the step ran
-                continue
+            live = self._live[request_id]
             if live.first_token_s is None and update.error is None:
                 live.num_computed_prompt_tokens += len(scheduled[request_id].token_ids)
             scores = scheduled[request_id].start + 1, prompt_logprobs.get(request_id, ())
@@ -270,6 +275,7 @@ class Engine:
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
+    @exclusive
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget everything cached. False, and no effect, while requests hold blocks.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class PagedForward:
         configs: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
         self._configs = list({id(config): config for config in configs}.values())
         self._hidden: torch.Tensor | None = None
+        # Engines that share a module take turns: the switch is on the module, so its lock is, too.
+        self._lock: RLock = vars(module).setdefault("_anaphora_lock", RLock())
 
     def __call__(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, context: AttentionContext
@@ -43,7 +46,7 @@ class PagedForward:
 
         input_ids, position_ids: [1, num_tokens] int64. The hidden states are None if the class hides its decoder.
         """
-        with self._switched():
+        with self._lock, self._switched():
             try:
                 output = self._module(
                     input_ids=input_ids,
@@ -63,17 +66,18 @@ class PagedForward:
         class has its part.
         """
         output = _Hidden(last_hidden_state=hidden.unsqueeze(0))
-        before = self._decoder.__dict__.get("forward")
-        self._decoder.forward = lambda *args, **kwargs: output
-        try:
-            ids = torch.zeros((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device)
-            logits: torch.Tensor = self._module(input_ids=ids, use_cache=False).logits[0]
-            return logits
-        finally:
-            if before is None:
-                del self._decoder.forward
-            else:
-                self._decoder.forward = before
+        ids = torch.zeros((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device)
+        with self._lock:
+            before = self._decoder.__dict__.get("forward")
+            self._decoder.forward = lambda *args, **kwargs: output
+            try:
+                logits: torch.Tensor = self._module(input_ids=ids, use_cache=False).logits[0]
+                return logits
+            finally:
+                if before is None:
+                    del self._decoder.forward
+                else:
+                    self._decoder.forward = before
 
     @contextmanager
     def _switched(self) -> Iterator[None]:

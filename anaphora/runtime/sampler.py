@@ -108,12 +108,13 @@ def _adjust(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     ):
         return raw
     adjusted = raw.clone()
+    largest = torch.finfo(raw.dtype).max
     for line, row in zip(adjusted, rows, strict=True):
         params, counts = row.params, row.counts
         if counts is not None:
             if params.repetition_penalty != 1.0:
                 scaled = torch.where(line > 0, line / params.repetition_penalty, line * params.repetition_penalty)
-                line.copy_(torch.where(counts.seen, scaled, line))
+                line.copy_(torch.where(counts.seen, scaled, line).clamp_(-largest, largest))
             line -= params.frequency_penalty * counts.output_counts
             line -= params.presence_penalty * (counts.output_counts > 0)
         if params.logit_bias:

@@ -13,6 +13,8 @@ from anaphora.engine.outputs import Logprob
 from anaphora.errors import (
     DuplicateRequestError,
     EmptyPromptError,
+    EngineBusyError,
+    EngineStoppedError,
     InvalidParameterError,
     InvalidTokenError,
     PromptTooLongError,
@@ -460,3 +462,42 @@ def test_reset_tells_the_truth():
 def test_an_idle_engine_steps_without_effect():
     engine, executor, _ = make_engine()
     assert (engine.step(), engine.has_unfinished, executor.plans) == ([], False, [])
+
+
+# -- calls one at a time -----------------------------------------------------------------------------------------------
+
+
+def test_a_call_inside_a_step_is_refused_and_the_step_goes_on() -> None:
+    engine, executor, _ = make_engine()
+    refused: list[str] = []
+    execute = executor.execute
+
+    def meddle(plan):  # type: ignore[no-untyped-def]
+        for call in (engine.step, lambda: engine.abort("a"), engine.reset_prefix_cache):
+            with pytest.raises(EngineBusyError) as error:
+                call()
+            refused.append(str(error.value))
+        return execute(plan)
+
+    executor.execute = meddle
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=1))
+    (step,) = engine.step()
+    assert step.output is not None
+    assert step.output.outputs[0].finish_reason == "length"
+    assert len(refused) == 3
+
+
+def test_an_engine_whose_bookkeeping_was_broken_off_says_so_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, *_ = make_engine()
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=1))
+
+    def alarm(*_: object) -> None:
+        raise TimeoutError("a signal handler of the user's")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler.cache, "commit", alarm)
+        with pytest.raises(TimeoutError):
+            engine.step()
+    for call in (engine.step, lambda: engine.add_request("b", [1], SamplingParams())):
+        with pytest.raises(EngineStoppedError, match="make a new one"):
+            call()

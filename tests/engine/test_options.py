@@ -15,7 +15,7 @@ from anaphora.errors import ConfigError
 
 def size(**options) -> int:
     config = EngineConfig(model=None, block_size=16, **options)
-    return pool_size(config, max_model_len=100, block_bytes=1000, available_bytes=400_999)
+    return pool_size(config, max_model_len=100, block_bytes=1000, available_bytes=400_999, total_bytes=100_000_000)
 
 
 def test_the_pool_is_as_large_as_asked():
@@ -69,3 +69,17 @@ def test_a_missing_hash_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"anaphora\[fast-hash\]"):
         find_hash_function("xxh3_128")
+
+
+def test_a_pool_larger_than_the_machine_is_refused():
+    assert size(num_blocks=100_000) == 100_000
+    with pytest.raises(ConfigError, match="the machine has"):
+        size(num_blocks=100_001)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_threads": 10**11}, {"block_size": 2**62}, {"enable_prefix_caching": "no"}, {"fast_forward": 1}]
+)
+def test_options_beyond_sense_are_refused(options):
+    with pytest.raises(ConfigError):
+        EngineConfig(model=None, **options)

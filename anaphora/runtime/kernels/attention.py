@@ -158,4 +158,4 @@ def merge(begin, end, head, scale, tops, sums, partials, out, dim, element):
             before = first[d] if c > begin else np.float32(0)
             first[d] = before + factor * part[d]
     for d in range(dim):
-        store_element(out + d * len(element), first[d] / total, element)
+        store_element(out, d, first[d] / total, element)

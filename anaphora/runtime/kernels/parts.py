@@ -13,15 +13,14 @@ from anaphora.runtime.kernels.vectors import load_element, store_element
 @kernel
 def normalise(source, weight, eps, size, out, element):
     """RMS norm of `size` elements."""
-    width = len(element)
     total = np.float32(0)
     for i in range(size):
-        value = load_element(source + i * width, element)
+        value = load_element(source, i, element)
         total += value * value
     factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(size) + eps))
     for i in range(size):
-        scaled = load_element(source + i * width, element) * factor
-        store_element(out + i * width, scaled * load_element(weight + i * width, element), element)
+        scaled = load_element(source, i, element) * factor
+        store_element(out, i, scaled * load_element(weight, i, element), element)
 
 
 @kernel
@@ -30,17 +29,16 @@ def finish_head(line, bias, norm, eps, cos, sin, dim, element):
 
     line: float32 array [dim]. cos, sin: float32 arrays [dim], the sine's first half negated; or empty.
     """
-    width = len(element)
     if bias != 0:
         for i in range(dim):
-            line[i] += load_element(bias + i * width, element)
+            line[i] += load_element(bias, i, element)
     if norm != 0:
         total = np.float32(0)
         for i in range(dim):
             total += line[i] * line[i]
         factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(dim) + eps))
         for i in range(dim):
-            line[i] *= factor * load_element(norm + i * width, element)
+            line[i] *= factor * load_element(norm, i, element)
     if len(cos) > 0:
         half = dim // 2
         for i in range(half):
@@ -53,7 +51,7 @@ def finish_head(line, bias, norm, eps, cos, sin, dim, element):
 def store_line(line, out, element):
     """A float32 array as elements."""
     for i in range(len(line)):
-        store_element(out + i * len(element), line[i], element)
+        store_element(out, i, line[i], element)
 
 
 @kernel
@@ -61,20 +59,18 @@ def add_bias(line, bias, begin, end, element):
     """line[begin:end] += bias[begin:end], if there is one; line: float32 array."""
     if bias != 0:
         for n in range(begin, end):
-            line[n] += load_element(bias + n * len(element), element)
+            line[n] += load_element(bias, n, element)
 
 
 @kernel
 def add_to_hidden(hidden, line, bias, begin, end, element):
     """hidden[begin:end] += line[begin:end] + bias[begin:end]; hidden: address of elements."""
     add_bias(line, bias, begin, end, element)
-    width = len(element)
     for n in range(begin, end):
-        place = hidden + n * width
-        store_element(place, load_element(place, element) + line[n], element)
+        store_element(hidden, n, load_element(hidden, n, element) + line[n], element)
 
 
 @kernel
 def copy_elements(source, out, count, element):
     for i in range(count):
-        store_element(out + i * len(element), load_element(source + i * len(element), element), element)
+        store_element(out, i, load_element(source, i, element), element)

@@ -70,8 +70,8 @@ def has_tile_unit():
 @kernel
 def run_step(
     thread, num_threads, addresses, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens, query_visible,
-    query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, words, scores, tops, sums, partials,
-    head_dim, element,
+    query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, words, scores, tops, sums,
+    partials, head_dim, element,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
@@ -83,7 +83,8 @@ def run_step(
     query_*: see attention.attend_chunk. token_slots: int64 [tokens + 1], each token's partial results.
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
     elements, operands. configuration: address of the tiles' one, or 0.
-    wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary]. scores: float32 [num_threads, ...].
+    wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary].
+    scores: float32 [num_threads, ...].
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, vocabulary, use_tiles = sizes[MLP], sizes[VOCABULARY], sizes[USE_TILES] != 0

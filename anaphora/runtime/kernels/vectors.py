@@ -197,31 +197,36 @@ def num_lanes(tc):
     return types.int64(), lambda context, builder, _, args: ir.Constant(I64, lanes(context))
 
 
-@intrinsic
-def load_element(tc, address, element):
-    size = length(element)
-
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        if size == 4:
-            return builder.load(builder.inttoptr(arguments[0], F32.as_pointer()), typ=F32)
-        raw = builder.load(builder.inttoptr(arguments[0], I16.as_pointer()), typ=I16)
-        return builder.bitcast(builder.shl(builder.zext(raw, I32), ir.Constant(I32, 16)), F32)
-
-    return types.float32(address, element), generate
+def _place(builder: Any, base: Any, index: Any, element_bytes: int) -> Any:
+    # An index into an array, rather than an address of its own: so LLVM sees that a loop goes on evenly.
+    kind = I16 if element_bytes == 2 else F32
+    return builder.gep(builder.inttoptr(base, kind.as_pointer()), [index], source_etype=kind)
 
 
 @intrinsic
-def store_element(tc, address, value, element):
+def load_element(tc, base, index, element):
+    """Element number `index` at `base`, as float32."""
     size = length(element)
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        place = _place(builder, arguments[0], arguments[1], size)
         if size == 4:
-            builder.store(arguments[1], builder.inttoptr(arguments[0], F32.as_pointer()))
-        else:
-            builder.store(rounded(builder, arguments[1]), builder.inttoptr(arguments[0], I16.as_pointer()))
+            return builder.load(place, typ=F32)
+        return builder.bitcast(builder.shl(builder.zext(builder.load(place, typ=I16), I32), ir.Constant(I32, 16)), F32)
+
+    return types.float32(types.int64, types.int64, element), generate
+
+
+@intrinsic
+def store_element(tc, base, index, value, element):
+    size = length(element)
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        value = arguments[2] if size == 4 else rounded(builder, arguments[2])
+        builder.store(value, _place(builder, arguments[0], arguments[1], size))
         return context.get_dummy_value()
 
-    return types.void(address, types.float32, element), generate
+    return types.void(types.int64, types.int64, types.float32, element), generate
 
 
 @intrinsic
