@@ -170,7 +170,8 @@ class SamplingParams:
         if len(stop) > MAX_STOP_STRINGS:
             raise InvalidParameterError(f"stop holds {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
         put(self, "stop", stop)
-        put(self, "stop_token_ids", _integers("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
+        ends = () if self.stop_token_ids is None else self.stop_token_ids
+        put(self, "stop_token_ids", _integers("stop_token_ids", ends))
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and _integer(name, value, 0, "an integer >= 0 or None") > MAX_LOGPROBS:

@@ -91,7 +91,9 @@ def _read_turn(out: Console, interactive: bool) -> str | None:
         if text == "/exit":
             return None
         if text != "/reset" and _COMMAND.match(text):
-            raise InvalidParameterError(f"there is no command {text.split()[0]}: /reset or /exit; nothing was sent")
+            raise InvalidParameterError(
+                f"{text.split()[0]}: the commands are /reset and /exit, alone on a line; nothing was sent"
+            )
         return text
 
 

@@ -139,8 +139,8 @@ def serve(
     secret = None if server.secret_file is None else _read_secret(server.secret_file)
     options = dataclasses.asdict(engine) | ({} if model_name is None else {"model": model_name})
     engine_config = EngineConfig(**options)
-    check_names(engine_config.model, engine_config.tokenizer)
     listener = bind(server.host, server.port)  # before the model is loaded: a taken port is told at once
+    check_names(engine_config.model, engine_config.tokenizer)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if api_keys is None and server.host not in _LOCAL:

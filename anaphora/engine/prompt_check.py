@@ -30,7 +30,8 @@ def check_token_ids(token_ids: object, vocab_size: int) -> list[int]:
     token_ids: a sequence of integers, or a one-dimensional integer array of any library (`tolist`).
     Raises EmptyPromptError, InvalidTokenError, and InvalidParameterError if it is no such sequence.
     """
-    if hasattr(token_ids, "tolist") and not isinstance(token_ids, memoryview):  # numpy, torch and array.array: to Python integers in one call
+    if hasattr(token_ids, "tolist") and not isinstance(token_ids, memoryview):
+        # numpy, torch and array.array: to Python integers in one call
         token_ids = token_ids.tolist()
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes | bytearray | memoryview):
         raise InvalidParameterError(

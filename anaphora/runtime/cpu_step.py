@@ -29,7 +29,7 @@ ALIGNMENT_BYTES = 64
 
 # Up to where a step of the kernels takes less time than one of torch: measured, see docs/log.md.
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
-MAX_TOKENS_TILES = 512
+MAX_TOKENS_TILES = 256
 
 
 class CpuStep:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from anaphora.config import DTYPES
-from anaphora.errors import ConfigError, UnknownModelError, UnsupportedModelError
+from anaphora.errors import ConfigError, ModelFileError, UnknownModelError, UnsupportedModelError
 from anaphora.runtime.sources.converted import recorded_digests
 from anaphora.runtime.sources.digests import (
     DigestCache,
@@ -200,7 +200,11 @@ def _eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     for holder in holders:
         value = getattr(holder, "eos_token_id", None)
         values = value if isinstance(value, list | tuple) else [value]
-        found.update(int(token) for token in values if token is not None)
+        for token in values:
+            if isinstance(token, int) and not isinstance(token, bool):
+                found.add(token)
+            elif token is not None:
+                raise ModelFileError(f"the model's eos_token_id must be token ids, got {value!r}: mend its config")
     return frozenset(found)
 
 

@@ -92,7 +92,7 @@ def test_an_unknown_command_is_an_error_and_a_path_is_text(
     assert chat(monkeypatch, "/etc/passwd\n/rest now\na\n", "--model", str(tiny_model), "-n", "1") == 2
     shown = capfd.readouterr()
     assert shown.out.count("cached") == 1  # the path alone was sent
-    assert shown.err == "error: there is no command /rest: /reset or /exit; nothing was sent\n"
+    assert shown.err == "error: /rest: the commands are /reset and /exit, alone on a line; nothing was sent\n"
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is Python's choice in the C locale

@@ -14,7 +14,7 @@ from anaphora.api.llm import LLM
 from anaphora.cli.main import main
 
 ONE, TWO = "Hello there, this is a beginning", "Hello there, this is another"  # 32 and 28 bytes, 21 in common
-_MORE = ["no weights", "path", "hub", "tokenizer", "tokenizer path", "empty", "empty file"]
+_MORE = ["no weights", "encoder", "path", "hub", "tokenizer", "tokenizer path", "empty", "empty file"]
 
 
 def generate(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -130,6 +130,7 @@ def test_a_failed_request_is_told_after_the_others(
         (["a", "--model", "{tiny}", "--max-model-len", "9999"], 2, "error: max_model_len 9999 is more than"),
         (["a", "b" * 65, "--model", "{tiny}", "--num-blocks", "4"], 2, "error: "),
         (["a", "--model", "{cut}"], 2, "error: {cut} has a config.json and no weights"),
+        (["a", "--model", "{encoder}"], 2, "error: encoder is a BertModel, which has no causal LM head"),
         (["a", "--model", "no/such/path"], 2, "error: there is no file or folder no/such/path"),
         (["a", "--model", "no-such/model"], 2, "error: the model no-such/model is neither a folder here nor"),
         (["a", "--tokenizer", "no-such"], 2, "error: unknown tokenizer 'no-such'. "),
@@ -155,12 +156,13 @@ def test_errors_are_one_line_on_stderr(
     message: str,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name in ("broken", "cut"):
+    for name in ("broken", "cut", "encoder"):
         (tmp_path / name).mkdir()
     (tmp_path / "cut" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "encoder" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "empty").write_text("\n")
-    places = {f"{{{name}}}": str(tmp_path / name) for name in ("broken", "cut", "binary", "empty")}
+    places = {f"{{{name}}}": str(tmp_path / name) for name in ("broken", "cut", "encoder", "binary", "empty")}
     places["{tiny}"] = str(tiny_model)
     assert main(["generate", "--json", *(places.get(argument, argument) for argument in arguments)]) == code
     shown = capfd.readouterr()

@@ -70,7 +70,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["generate", "--tokenizer", "no-such", "a"],
         ["generate", ""],
         ["chat", "--model", "gemma3-270m"],
-        ["serve", "no-such"],
+        ["serve", "no-such", "--port", "0"],
         ["demo", "--model", "no-such"],
     ],
 )

@@ -54,7 +54,7 @@ def test_a_sliding_window_is_the_limit_unless_one_is_given(caplog):
 def test_an_unknown_option_is_refused_with_a_likely_name():
     with pytest.raises(ConfigError, match=r"^unknown option 'blok_size': did you mean block_size\?$"):
         LLM("smollm2-135m", blok_size=3)
-    with pytest.raises(ConfigError, match="^unknown option 'zzz'; options are model, tokenizer, block_size, "):
+    with pytest.raises(ConfigError, match=r"^unknown option 'zzz'; options are model, tokenizer, block_size, "):
         LLM("smollm2-135m", zzz=3)
 
 

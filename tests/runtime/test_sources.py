@@ -38,6 +38,7 @@ from anaphora.errors import (
     ConfigError,
     DiskSpaceError,
     FetchError,
+    ModelError,
     ModelFileError,
     UnknownModelError,
     UnsupportedModelError,
@@ -441,7 +442,7 @@ def test_what_is_no_name_is_refused(cache: Path, name: object) -> None:
 
 def test_an_unreachable_hub_is_said_to_be_so(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UnknownModelError, match="model nobody/no-such-model is neither .* the hub cannot be reached"):
+    with pytest.raises(UnknownModelError, match=r"model nobody/no-such-model is neither .* the hub cannot be reached"):
         load("nobody/no-such-model", cache)
 
 
@@ -760,3 +761,34 @@ def test_a_bare_model_saved_without_its_head_is_unsupported(tmp_path: Path, cach
     LlamaModel(config).save_pretrained(tmp_path / "headless")
     with pytest.raises(UnsupportedModelError, match="LlamaModel"):
         load(tmp_path / "headless", cache)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_attention_heads": 3},
+        {"hidden_size": "x"},
+        {"num_key_value_heads": 0},
+        {"pad_token_id": 10**9},
+        {"architectures": 5},
+        {"architectures": [["x"]]},
+    ],
+)
+def test_settings_that_make_no_sense_are_a_typed_error(folder: Path, cache: Path, settings: dict[str, object]) -> None:
+    edit_config(folder, **settings)
+    with pytest.raises(ModelError):
+        load(folder, cache)
+
+
+@pytest.mark.parametrize("value", ["x", [[1]]])
+def test_end_tokens_that_are_none_are_a_typed_error(folder: Path, cache: Path, value: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError):
+        load(folder, cache)
+
+
+def test_a_conversion_that_lost_a_file_is_made_again(gguf_file: Path, cache: Path) -> None:
+    load(gguf_file, cache)
+    (folder,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    (folder / "tokenizer.json").unlink()
+    assert load(gguf_file, cache).tokenizer is not None

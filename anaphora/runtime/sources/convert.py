@@ -89,5 +89,6 @@ def _write_identity(folder: Path, gguf_sha256: str) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         status = path.stat()
         files[path.name] = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": file_digest(path)}
-    content = {"format": FORMAT, "gguf_sha256": gguf_sha256, "files": files}
+    others = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix in (".json", ".jinja")}
+    content = {"format": FORMAT, "gguf_sha256": gguf_sha256, "files": files, "others": others}
     (folder / IDENTITY_FILE).write_text(json.dumps(content, indent=2) + "\n")

@@ -27,8 +27,10 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
     """What the conversion wrote beside the weights; None if the folder is not of this format, or incomplete."""
     try:
         content = json.loads((folder / IDENTITY_FILE).read_text())
-        whole = content["format"] == FORMAT and all(
-            (folder / name).stat().st_size == entry["bytes"] for name, entry in content["files"].items()
+        whole = (
+            content["format"] == FORMAT
+            and all((folder / name).stat().st_size == entry["bytes"] for name, entry in content["files"].items())
+            and all((folder / name).stat().st_size == size for name, size in content.get("others", {}).items())
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -6,6 +6,7 @@ Knows folders and locks; knows nothing of models.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 import tempfile
@@ -73,7 +74,7 @@ def build_once(target: Path, is_complete: Callable[[Path], bool], build: Callabl
         with FileLock(parent / f".{target.name}.lock"):
             if is_complete(target):
                 return target
-            for leftover in parent.glob(f".{target.name}.tmp-*"):
+            for leftover in parent.glob(f".{glob.escape(target.name)}.tmp-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=parent))
             try:

@@ -61,6 +61,8 @@ def check_folder(folder: Path) -> None:
     if config.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{folder.name} is an encoder-decoder model; use a decoder-only causal LM")
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelFileError(f"{path} names no list of architectures, but {architectures!r}: get the file again")
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if architectures and not known.intersection(architectures) and "auto_map" not in config:
         raise UnsupportedModelError(
@@ -88,12 +90,12 @@ def load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
         except (ImportError, ValueError, KeyError) as error:
             # an unknown model_type, code of the model's own, or a quantisation whose package is absent
             raise UnsupportedModelError(f"`transformers` cannot load {folder}: {error}") from error
-        except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
+        except Exception as error:  # settings that make no sense raise whatever the model's code trips over
             raise ModelFileError(
                 f"{folder} cannot be loaded, its files are broken or do not fit together: {error}"
             ) from error

@@ -96,6 +96,8 @@ def _read(data: mmap.mmap, path: Path) -> GgufHeader:
         last_byte = max(last_byte, cursor.integer("Q") + elements // block_elements * block_bytes)
         num_parameters += elements
     alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+    if alignment < 1:
+        raise ModelFileError(f"{path} is broken: its alignment is {alignment}; get the file again")
     needed = -(-cursor.position // alignment) * alignment + last_byte
     if len(data) < needed:
         raise ModelFileError(f"{path} is cut off: it has {len(data)} bytes and needs {needed}; get the file again")
