@@ -6,12 +6,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from anaphora.errors import EngineBusyError, EngineStoppedError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+M = TypeVar("M", bound=Callable[..., Any])
 
 
 class OneAtATime:
@@ -47,12 +46,12 @@ class OneAtATime:
             self._lock.release()
 
 
-def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def exclusive(method: M) -> M:
     """A method that runs under `self.calls`, a OneAtATime."""
 
     @functools.wraps(method)
-    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.calls.call():
             return method(self, *args, **kwargs)
 
-    return run
+    return cast(M, run)
