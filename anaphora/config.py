@@ -48,8 +48,9 @@ class EngineConfig:
     scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
     dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
     device: torch device; None takes the CPU.
-    fast_forward: run a decoder of the Llama type in a loop of our own, if it gives the module's own results when it is
-        loaded; off runs every model through the layers of `transformers`.
+    fast_forward: run a decoder of the Llama type in a loop of our own, and on a CPU steps of few tokens in compiled
+        kernels (the `cpu` extra), if it gives the module's own results when it is loaded; off runs every model through
+        the layers of `transformers`.
     num_threads: torch's threads within the process; None leaves torch's choice.
     seed: where requests without a seed draw theirs from.
     cache_dir: where fetched and converted models are kept; None takes the user's cache folder.
