@@ -87,15 +87,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     130: interrupted.
     """
     let_idle_threads_sleep()
+    _open_closed_streams()
     try:
         app(args=argv, prog_name="anaphora")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except OSError as error:  # a full disk behind stdout; a command's own files raise errors of ours
+        code = _lost_stdout(error)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (`| head`) left. The interpreter flushes once more on its way out: give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = code or 1
+    except OSError as error:
+        lost = _lost_stdout(error)
+        code = code or lost
     return code
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that the caller has closed (`>&-`) reads and writes nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process)
+
+
+def _lost_stdout(error: OSError) -> int:
+    """Nothing can be written any more: quietly if the reader left (`| head`), else with a word why."""
+    if not isinstance(error, BrokenPipeError):
+        console.print_error(error)
+    # The interpreter flushes once more on its way out: give it somewhere to flush to.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shlex
 import subprocess
 import sys
 
@@ -214,3 +215,14 @@ def test_a_reader_that_leaves_is_no_traceback(arguments: list[str], code: int) -
     os.close(writer)
     assert done.returncode == code
     assert "BrokenPipeError" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "error"),
+    [(">&-", 0, ""), ("<&-", 0, ""), (">/dev/full", 1, "error: [Errno 28] No space left on device\n")],
+)
+def test_a_stream_that_is_closed_or_full_is_no_traceback(redirection: str, code: int, error: str) -> None:
+    code_text = "import sys; from anaphora.cli.main import main; sys.exit(main(['--version']))"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code_text)} {redirection}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (code, error)
