@@ -219,7 +219,9 @@ class LLM:
     ) -> None:
         """Queue the n requests of one prompt. The ids of those that got in are in request_ids afterwards."""
         arrival_s = self.engine.clock() if arrival_s is None else arrival_s
-        choices = params.choices() if isinstance(params, SamplingParams) else [params]  # what is none is refused below
+        choices = (
+            params.choices() if isinstance(params, SamplingParams) else [params]
+        )  # anything else is refused by add_request
         gathered = Choices(len(choices), prompt)
 
         def receive_choice(index: int, step: StepOutput) -> None:

@@ -46,10 +46,11 @@ def check_cache(cache: CacheManager) -> None:
     broken += index.inconsistencies()
     for request_id, table in cache.tables.items():
         claim(len(set(table)) == len(table), f"{request_id!r} holds a block twice")
-    position = {block: place for place, block in enumerate(queue)}
-    for block_hash, copies in index.copies.items():
-        free = [block for block in index.blocks_of(block_hash) if block in position]
-        claim(len(free) <= 1, f"content of {copies} is free more than once: {free}")
+    for block_hash in index.copies:
+        blocks = index.blocks_of(block_hash)
+        free = [block for block in blocks if block in queued]
+        claim(len(free) <= 1, f"one content is free more than once, in blocks {free}")
+        claim(len({index.lineages[block] for block in blocks}) == 1, f"copies {blocks} are not of one beginning")
     if broken:
         raise InvariantError("; ".join(broken))
 

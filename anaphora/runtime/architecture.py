@@ -184,7 +184,7 @@ def check_agreement(module: PreTrainedModel, layout: ModelLayout) -> None:
         ([_request(5, second[5:])], [1]),
     ):
         inputs = build_inputs(scheduled, rows, tables, layout.dtype)
-        context = PagedContext(cache, layout.layers, inputs.slot_mapping, inputs.groups)
+        context = PagedContext(cache, layout.layers, inputs.slot_mapping, inputs.calls)
         keep = torch.arange(inputs.input_ids.shape[1], device=module.device)
         logits, _ = forward(inputs.input_ids, inputs.position_ids, keep, context)
         for request, row, (begin, end) in zip(scheduled, rows, inputs.spans, strict=True):

@@ -23,7 +23,7 @@ ATTENTION_NAME = "anaphora_paged"
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionGroup:
+class AttentionCall:
     """Sequences whose attention is one call: one sequence with any number of new tokens, or several with one each.
 
     begin, end: their new tokens in the packed batch, `num_seqs` sequences after one another.
@@ -59,13 +59,13 @@ class PagedContext:
 
     layers: a module's `layer_idx` -> its layer in the pool.
     slot_mapping: the slot of each token of the packed batch, [num_tokens] int64.
-    groups: cover the packed batch without gaps, in order.
+    calls: cover the packed batch without gaps, in order.
     """
 
     cache: KVCache
     layers: Mapping[int, int]
     slot_mapping: torch.Tensor
-    groups: tuple[AttentionGroup, ...]
+    calls: tuple[AttentionCall, ...]
 
     def attend(
         self,
@@ -88,51 +88,51 @@ class PagedContext:
         layer = self.layers[module.layer_idx]  # type: ignore[index]
         self.cache.write(layer, self.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
         output: torch.Tensor | None = None
-        for group in self.groups:
-            keys, values = self._gather(layer, group, query.dtype)
+        for call in self.calls:
+            keys, values = self._gather(layer, call, query.dtype)
             # [heads, tokens, dim] -> [num_seqs, heads, new tokens each, dim]
-            mine = query[0, :, group.begin : group.end]
-            queries = mine.view(mine.shape[0], group.num_seqs, -1, mine.shape[2]).transpose(0, 1)
+            mine = query[0, :, call.begin : call.end]
+            queries = mine.view(mine.shape[0], call.num_seqs, -1, mine.shape[2]).transpose(0, 1)
             if softcap is None and s_aux is None:
                 result = F.scaled_dot_product_attention(
                     queries,
                     keys,
                     values,
-                    attn_mask=group.mask,
-                    is_causal=group.is_causal,
+                    attn_mask=call.mask,
+                    is_causal=call.is_causal,
                     scale=scaling,
                     enable_gqa=queries.shape[1] != keys.shape[1],
                 )
             else:
-                result = _explicit_attention(queries, keys, values, group, scaling, softcap, s_aux)
+                result = _explicit_attention(queries, keys, values, call, scaling, softcap, s_aux)
             tokens = result.transpose(1, 2).flatten(0, 1)  # [tokens, heads, value_dim]
-            if len(self.groups) == 1:
+            if len(self.calls) == 1:
                 return tokens.unsqueeze(0)
             if output is None:
                 output = tokens.new_empty((1, query.shape[2], *tokens.shape[1:]))
-            output[0, group.begin : group.end] = tokens
+            output[0, call.begin : call.end] = tokens
         if output is None:
-            raise ValueError("a step needs at least one group")
+            raise ValueError("a step needs at least one call")
         return output
 
-    def _gather(self, layer: int, group: AttentionGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a group, [num_seqs, kv_heads, num_keys, dim] each."""
-        keys, values = self.cache.read(layer, group.block_ids)
-        if group.stale_slots is not None:
-            keys.index_fill_(0, group.stale_slots, 0)
-            values.index_fill_(0, group.stale_slots, 0)
-        return _by_sequence(keys, group).to(dtype), _by_sequence(values, group).to(dtype)
+    def _gather(self, layer: int, call: AttentionCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a call, [num_seqs, kv_heads, num_keys, dim] each."""
+        keys, values = self.cache.read(layer, call.block_ids)
+        if call.stale_slots is not None:
+            keys.index_fill_(0, call.stale_slots, 0)
+            values.index_fill_(0, call.stale_slots, 0)
+        return _by_sequence(keys, call).to(dtype), _by_sequence(values, call).to(dtype)
 
 
-def _by_sequence(rows: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-    return rows.view(group.num_seqs, -1, *rows.shape[1:])[:, : group.num_keys].transpose(1, 2)
+def _by_sequence(rows: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    return rows.view(call.num_seqs, -1, *rows.shape[1:])[:, : call.num_keys].transpose(1, 2)
 
 
 def _explicit_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    group: AttentionGroup,
+    call: AttentionCall,
     scaling: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
@@ -145,11 +145,11 @@ def _explicit_attention(
     scores = scores.flatten(1, 2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if group.is_causal:
+    if call.is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    elif group.mask is not None:
-        scores = scores + group.mask
+    elif call.mask is not None:
+        scores = scores + call.mask
     if sinks is not None:
         column = sinks.float().view(1, num_heads, 1, 1).expand(num_seqs, -1, num_queries, 1)
         probabilities = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]

@@ -1,4 +1,4 @@
-"""From a step's attention groups to the chunks of keys that the CPU kernels share out among threads.
+"""From a step's attention calls to the chunks of keys that the CPU kernels share out among threads.
 
 Knows block tables and positions; knows nothing of heads and threads. Contexts are cut at multiples of a fixed number of
 tokens; requests whose tables hold the same blocks there share a chunk, which is then read once for all of them.
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anaphora.core.ids import cdiv
-from anaphora.runtime.attention import AttentionGroup
+from anaphora.runtime.attention import AttentionCall
 
 Int64 = npt.NDArray[np.int64]
 
@@ -37,18 +37,18 @@ class Chunks:
     token_partials: Int64
 
 
-def cut_into_chunks(groups: Sequence[AttentionGroup], positions: Int64, block_size: int, chunk_tokens: int) -> Chunks:
+def cut_into_chunks(calls: Sequence[AttentionCall], positions: Int64, block_size: int, chunk_tokens: int) -> Chunks:
     """positions: of each token of the packed batch. chunk_tokens: tokens of a chunk."""
     num_chunks = positions // chunk_tokens + 1
     token_partials = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_chunks)])
     lines: list[Int64] = []
     readers: list[list[tuple[int, int, int]]] = []
     known: dict[tuple[int, bytes], int] = {}
-    for group in groups:
-        length = (group.end - group.begin) // group.num_seqs
-        tables = group.block_ids.numpy().reshape(group.num_seqs, -1).astype(np.int64)
-        for sequence in range(group.num_seqs):
-            first = group.begin + sequence * length
+    for call in calls:
+        length = (call.end - call.begin) // call.num_seqs
+        tables = call.block_ids.numpy().reshape(call.num_seqs, -1).astype(np.int64)
+        for sequence in range(call.num_seqs):
+            first = call.begin + sequence * length
             last = int(positions[first + length - 1])
             blocks = tables[sequence, : cdiv(last + 1, block_size)]
             slots = (blocks[:, None] * block_size + np.arange(block_size)).ravel()[: last + 1]

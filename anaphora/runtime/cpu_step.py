@@ -134,7 +134,7 @@ class CpuStep:
             self._take_threads(torch.get_num_threads())
         num_tokens = hidden.shape[0]
         cache = context.cache
-        chunks = cut_into_chunks(context.groups, position_ids[0].numpy(), cache.block_size, CHUNK_TOKENS)
+        chunks = cut_into_chunks(context.calls, position_ids[0].numpy(), cache.block_size, CHUNK_TOKENS)
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
         addresses = np.array(
             [self._addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64

@@ -85,7 +85,7 @@ class TorchExecutor:
         begin = time.perf_counter()
         inputs = build_inputs(plan.scheduled, rows, self._tables, self._layout.dtype)
         try:
-            context = PagedContext(self.cache, self._layout.layers, inputs.slot_mapping, inputs.groups)
+            context = PagedContext(self.cache, self._layout.layers, inputs.slot_mapping, inputs.calls)
             logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context)
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
             failed = self._find_failed(plan.scheduled, inputs, logits, hidden)

@@ -163,7 +163,7 @@ def _check_step(
     ours: KVCache,
 ) -> None:
     keep = torch.arange(inputs.input_ids.shape[1], device=module.device)
-    context = PagedContext(own, layout.layers, inputs.slot_mapping, inputs.groups)
+    context = PagedContext(own, layout.layers, inputs.slot_mapping, inputs.calls)
     states: list[torch.Tensor] = []
     with _recording(module, states):
         logits, final = PagedForward(module)(inputs.input_ids, inputs.position_ids, keep, context)
@@ -173,7 +173,7 @@ def _check_step(
         return  # broken by itself: nothing can be compared, and each of its requests fails
     _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
     rotations = decoder.rotations(states[0], inputs.position_ids)
-    context = PagedContext(ours, layout.layers, inputs.slot_mapping, inputs.groups)
+    context = PagedContext(ours, layout.layers, inputs.slot_mapping, inputs.calls)
     use_kernels = kernels is not None and kernels.takes(len(keep), context)
     for number, layer in enumerate(decoder.layers):
         before, after = states[2 * number : 2 * number + 2]

@@ -1,6 +1,6 @@
 """From a plan to a step's tensors: everything that is the same for all layers is built here, once.
 
-Knows plans, block tables and the shape of attention groups; knows nothing of models and sampling.
+Knows plans, block tables and the shape of attention calls; knows nothing of models and sampling.
 The packed batch holds requests with one new token first (longest first, so that similar lengths share a call),
 then the others. The order is free, as each layer writes everything before it reads.
 """
@@ -15,7 +15,7 @@ import torch
 
 from anaphora.core.ids import BlockId, cdiv
 from anaphora.core.plan import ScheduledRequest
-from anaphora.runtime.attention import AttentionGroup
+from anaphora.runtime.attention import AttentionCall
 
 # Sequences share one attention call while the padding costs less than another call would: a call costs about
 # as much as a few hundred padded keys, and an eighth of the real keys is not noticed.
@@ -71,7 +71,7 @@ class StepInputs:
 
     input_ids, position_ids: [1, T] int64.
     slot_mapping: [T] int64.
-    groups: who attends to what.
+    calls: who attends to what.
     spans: (begin, end) in the packed batch of each scheduled request, in the plan's order.
     sampled: indices into the plan's scheduled requests whose next token is sampled.
     sample_rows: [len(sampled)] int64, the packed token whose logits choose it.
@@ -80,7 +80,7 @@ class StepInputs:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     slot_mapping: torch.Tensor
-    groups: tuple[AttentionGroup, ...]
+    calls: tuple[AttentionCall, ...]
     spans: tuple[tuple[int, int], ...]
     sampled: tuple[int, ...]
     sample_rows: torch.Tensor
@@ -115,12 +115,12 @@ def build_inputs(
     token_rows = torch.from_numpy(np.repeat(np.array([rows[i] for i in order]), lengths)).to(device)
     token_blocks = tables.ids[token_rows, position_ids // block_size].long()
 
-    groups = [
-        _single_token_group(begin, [scheduled[i].start + 1 for i in part], [rows[i] for i in part], tables, dtype)
+    calls = [
+        _single_token_call(begin, [scheduled[i].start + 1 for i in part], [rows[i] for i in part], tables, dtype)
         for begin, part in _split_by_length(singles, [scheduled[i].start + 1 for i in singles])
     ]
-    groups += [
-        _sequence_group(spans[i], scheduled[i].start, tables.ids[rows[i]], block_size, dtype)
+    calls += [
+        _sequence_call(spans[i], scheduled[i].start, tables.ids[rows[i]], block_size, dtype)
         for i in order[len(singles) :]
     ]
     sampled = tuple(i for i, request in enumerate(scheduled) if request.sample)
@@ -128,7 +128,7 @@ def build_inputs(
         input_ids=torch.tensor(tokens, dtype=torch.int64, device=device).unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         slot_mapping=token_blocks * block_size + position_ids % block_size,
-        groups=tuple(groups),
+        calls=tuple(calls),
         spans=tuple(spans),
         sampled=sampled,
         sample_rows=torch.tensor([spans[i][1] - 1 for i in sampled], dtype=torch.int64, device=device),
@@ -149,25 +149,25 @@ def _split_by_length(indices: Sequence[int], num_keys: Sequence[int]) -> list[tu
     return runs
 
 
-def _single_token_group(
+def _single_token_call(
     begin: int, num_keys: list[int], rows: list[int], tables: BlockTables, dtype: torch.dtype
-) -> AttentionGroup:
+) -> AttentionCall:
     """Sequences with one new token each, which sees all `num_keys` of its sequence. Longest first."""
     block_size, device = tables.block_size, tables.ids.device
     width = cdiv(num_keys[0], block_size)
     if len(rows) == 1:
-        return AttentionGroup(begin, begin + 1, 1, tables.ids[rows[0], :width], num_keys[0])
+        return AttentionCall(begin, begin + 1, 1, tables.ids[rows[0], :width], num_keys[0])
     lengths = np.array(num_keys)[:, None]
     key_positions = np.arange(width * block_size)[None, :]
     beyond = key_positions >= lengths
     in_last_block = key_positions < -(-lengths // block_size) * block_size
     stale = np.flatnonzero(beyond & in_last_block)
     block_beyond = torch.from_numpy(beyond[:, ::block_size]).to(device)
-    # A row may already hold blocks for tokens to come: what the group does not cover reads the null block.
+    # A row may already hold blocks for tokens to come: what the call does not cover reads the null block.
     block_ids = tables.ids[torch.tensor(rows, device=device), :width].masked_fill(block_beyond, 0)
     mask = torch.zeros(beyond.shape, dtype=dtype, device=device)
     mask.masked_fill_(torch.from_numpy(beyond).to(device), -torch.inf)
-    return AttentionGroup(
+    return AttentionCall(
         begin,
         begin + len(rows),
         len(rows),
@@ -178,15 +178,15 @@ def _single_token_group(
     )
 
 
-def _sequence_group(
+def _sequence_call(
     span: tuple[int, int], start: int, row: torch.Tensor, block_size: int, dtype: torch.dtype
-) -> AttentionGroup:
+) -> AttentionCall:
     """One sequence with several new tokens: token i sees `start + i + 1` keys."""
     begin, end = span
     num_keys = start + end - begin
     block_ids = row[: cdiv(num_keys, block_size)]
     if start == 0:
-        return AttentionGroup(begin, end, 1, block_ids, num_keys, is_causal=True)
+        return AttentionCall(begin, end, 1, block_ids, num_keys, is_causal=True)
     # Bottom-right aligned. Additive, in the dtype of attention: a boolean mask is converted anew in each layer.
     mask = torch.full((end - begin, num_keys), -torch.inf, dtype=dtype, device=row.device).triu_(start + 1)
-    return AttentionGroup(begin, end, 1, block_ids, num_keys, mask=mask)
+    return AttentionCall(begin, end, 1, block_ids, num_keys, mask=mask)

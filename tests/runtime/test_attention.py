@@ -68,7 +68,7 @@ def test_attention_over_the_pool_equals_the_naive_formula(kv_heads: int, value_d
     value = torch.randn(1, kv_heads, 14, value_dim, generator=generator)
     softcap = 1.5 if extra == "softcap" else None
     sinks = torch.randn(4, generator=generator) if extra == "sinks" else None
-    context = PagedContext(cache, {7: 0}, inputs.slot_mapping, inputs.groups)
+    context = PagedContext(cache, {7: 0}, inputs.slot_mapping, inputs.calls)
     output = context.attend(LAYER, query, key, value, scaling=0.3, softcap=softcap, s_aux=sinks)
 
     assert output.shape == (1, 14, 4, value_dim)
@@ -107,7 +107,7 @@ def test_single_tokens_come_first_in_the_packed_batch() -> None:
 
 
 def test_each_group_sees_its_own_context() -> None:
-    single, first, later = step_inputs().groups
+    single, first, later = step_inputs().calls
     assert (single.begin, single.end, single.num_keys, single.block_ids.tolist()) == (0, 1, 6, [5, 6])
     assert single.mask is None and not single.is_causal
     assert (first.begin, first.end, first.num_keys, first.is_causal) == (1, 4, 3, True)
@@ -121,7 +121,7 @@ def test_single_tokens_share_a_call_only_while_padding_is_cheap() -> None:
     tables.append([(row, [row + 1] * -(-n // BLOCK_SIZE)) for row, n in enumerate(lengths)])
     scheduled = [request(n - 1, 1) for n in lengths]
     inputs = build_inputs([scheduled[3], *scheduled[:3]], [3, 0, 1, 2], tables, torch.float32)
-    assert [(group.begin, group.end) for group in inputs.groups] == [(0, 3), (3, 4)]
+    assert [(call.begin, call.end) for call in inputs.calls] == [(0, 3), (3, 4)]
     assert inputs.spans == ((3, 4), (0, 1), (1, 2), (2, 3))
 
 

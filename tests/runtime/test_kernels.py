@@ -120,14 +120,14 @@ def test_attention(
     generator = torch.Generator().manual_seed(head_dim + group)
     inputs = sequences(generator, shapes, block_size)
     positions = inputs.position_ids[0].numpy()
-    chunks = cut_into_chunks(inputs.groups, positions, block_size, attention.CHUNK_TOKENS)
-    num_slots = int(max(int(group_.block_ids.max()) for group_ in inputs.groups) + 1) * block_size
+    chunks = cut_into_chunks(inputs.calls, positions, block_size, attention.CHUNK_TOKENS)
+    num_slots = int(max(int(call.block_ids.max()) for call in inputs.calls) + 1) * block_size
     keys = torch.full((num_slots, kv_heads, head_dim), torch.nan, dtype=dtype)
     values = keys.clone()
-    for group_ in inputs.groups:
-        length = (group_.end - group_.begin) // group_.num_seqs
-        for number, blocks in enumerate(group_.block_ids.view(group_.num_seqs, -1).tolist()):
-            last = int(positions[group_.begin + (number + 1) * length - 1])
+    for call in inputs.calls:
+        length = (call.end - call.begin) // call.num_seqs
+        for number, blocks in enumerate(call.block_ids.view(call.num_seqs, -1).tolist()):
+            last = int(positions[call.begin + (number + 1) * length - 1])
             slots = [blocks[p // block_size] * block_size + p % block_size for p in range(last + 1)]
             keys[slots] = torch.randn(last + 1, kv_heads, head_dim, generator=generator).to(dtype)
             values[slots] = torch.randn(last + 1, kv_heads, head_dim, generator=generator).to(dtype)
@@ -160,10 +160,10 @@ def test_attention(
             place = out[t, head].data_ptr()
             attention.merge(begin, end, head, np.float32(scale), tops, sums, partials, place, head_dim, element)
 
-    for group_ in inputs.groups:
-        length = (group_.end - group_.begin) // group_.num_seqs
-        for number, blocks in enumerate(group_.block_ids.view(group_.num_seqs, -1).tolist()):
-            for t in range(group_.begin + number * length, group_.begin + (number + 1) * length):
+    for call in inputs.calls:
+        length = (call.end - call.begin) // call.num_seqs
+        for number, blocks in enumerate(call.block_ids.view(call.num_seqs, -1).tolist()):
+            for t in range(call.begin + number * length, call.begin + (number + 1) * length):
                 slots = [blocks[p // block_size] * block_size + p % block_size for p in range(positions[t] + 1)]
                 k = keys[slots].double().repeat_interleave(group, dim=1)
                 v = values[slots].double().repeat_interleave(group, dim=1)
@@ -196,7 +196,7 @@ def run_steps(module, forward, plans: list[list[tuple[int, list[int]]]]):  # typ
                 for row, (start, tokens) in enumerate(plan)
             ]
             inputs = build_inputs(scheduled, list(range(len(plan))), tables, layout.dtype)
-            context = PagedContext(cache, layout.layers, inputs.slot_mapping, inputs.groups)
+            context = PagedContext(cache, layout.layers, inputs.slot_mapping, inputs.calls)
             keep = torch.arange(inputs.input_ids.shape[1])
             logits, hidden = forward(inputs.input_ids, inputs.position_ids, keep, context)
             results.append((logits.float(), hidden.float()))
@@ -256,7 +256,7 @@ def test_chunks_that_hold_the_same_blocks_are_read_once() -> None:
     tables = BlockTables(2, 1024, 16, CPU)
     tables.append([(0, list(range(1, 41))), (1, [*range(1, 33), *range(50, 58)])])
     inputs = build_inputs([request(600, 1), request(620, 1)], [0, 1], tables, torch.float32)
-    chunks = cut_into_chunks(inputs.groups, inputs.position_ids[0].numpy(), 16, 256)
+    chunks = cut_into_chunks(inputs.calls, inputs.position_ids[0].numpy(), 16, 256)
     # Longest first: token 0 is the second request. Two shared chunks of 256, then one of each.
     assert [(chunks.tokens[a:b].tolist(), chunks.visible[a:b].tolist()) for a, b in chunks.items] == [
         ([0, 1], [256, 256]),

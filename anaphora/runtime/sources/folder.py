@@ -29,7 +29,7 @@ _TOKENIZER_FILES = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that `transformers` reads this folder's weights from. Raises ModelFileError if any lacks."""
+    """The files that `transformers` reads this folder's weights from. Raises ModelFileError if one is missing."""
     for name in _WEIGHTS:
         if (folder / name).is_file():
             return [folder / name]
