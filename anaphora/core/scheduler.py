@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from anaphora.config import SCHEDULING_POLICIES
+from anaphora.core import accounting
 from anaphora.core.cache_manager import CacheManager, Hit
 from anaphora.core.followers import Followers
 from anaphora.core.ids import RequestId
@@ -146,12 +147,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
-        if reason == "abort":
-            self._counters.num_aborted_requests += 1
-        elif reason == "error":
-            self._counters.num_failed_requests += 1
-        else:
-            self._counters.num_finished_requests += 1
+        accounting.ended(self._counters, reason)
 
     def _preempt(self, request: Request) -> None:
         self._leave_running(request)
@@ -210,7 +206,7 @@ class Scheduler:
             self._waiting.pop()
             request.state = RequestState.RUNNING
             insort(self._running, request, key=self._rank)
-            self._count_admission(request, hit)
+            accounting.admitted(self._counters, request, hit.num_tokens)
             step.admitted.append(
                 Admission(
                     request.request_id,
@@ -268,20 +264,6 @@ class Scheduler:
         shared = chain.common_blocks(leader.chain, self.cache.max_hit_tokens(request) // self.cache.block_size)
         return (leader, shared) if shared > num_planned else None
 
-    def _count_admission(self, request: Request, hit: Hit) -> None:
-        if request.was_admitted:
-            self._counters.num_requeried_tokens += request.num_tokens
-            self._counters.num_rehit_tokens += hit.num_tokens
-        else:
-            request.was_admitted = True
-            request.num_cached_tokens = hit.num_tokens
-            if request.is_scoring:
-                self._counters.num_bypassed_tokens += request.num_tokens
-            else:
-                self._counters.num_queried_tokens += request.num_tokens
-                self._counters.num_hit_tokens += hit.num_tokens
-        request.furthest_computed = max(request.furthest_computed, hit.num_tokens)
-
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Take the outcome of the plan in flight: commit what was written, append what was sampled, end what is done.
 
@@ -300,7 +282,7 @@ class Scheduler:
             if request_id in failed:
                 updates.append(self._fail_request(entry.request, failed[request_id]))
                 continue
-            self._count_computed(entry.request, entry.num_tokens)
+            accounting.computed(self._counters, entry.request, entry.num_tokens)
             self.cache.commit(entry.staged)
             if request_id in result.unsampled:
                 updates.append(self._fail_request(entry.request, result.unsampled[request_id]))
@@ -320,15 +302,6 @@ class Scheduler:
         assert plan.step == self._counters.num_steps, "this is not the plan in flight"
         in_flight, self._in_flight = self._in_flight, None
         return in_flight
-
-    def _count_computed(self, request: Request, num_tokens: int) -> None:
-        stop = request.num_computed_tokens + num_tokens
-        new_from = max(request.num_computed_tokens, request.furthest_computed)
-        self._counters.num_computed_tokens += num_tokens
-        self._counters.num_recomputed_tokens += min(stop, new_from) - request.num_computed_tokens
-        self._counters.num_computed_prompt_tokens += max(0, min(stop, request.num_prompt_tokens) - new_from)
-        request.num_computed_tokens = stop
-        request.furthest_computed = max(stop, request.furthest_computed)
 
     def _withdraw(self, entries: Iterable[InFlight]) -> None:
         """Every pending entry goes before any block is freed: a failed request may read a block that another wrote."""
