@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -792,3 +793,13 @@ def test_a_conversion_that_lost_a_file_is_made_again(gguf_file: Path, cache: Pat
     (folder,) = (path for path in (cache / "models").iterdir() if path.is_dir())
     (folder / "tokenizer.json").unlink()
     assert load(gguf_file, cache).tokenizer is not None
+
+
+def test_a_gguf_file_with_an_alignment_of_zero_is_a_typed_error(tmp_path: Path) -> None:
+    key = b"general.alignment"
+    path = tmp_path / "zero.gguf"
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key + struct.pack("<II", 4, 0)
+    )
+    with pytest.raises(ModelFileError, match="alignment is 0"):
+        read_gguf_header(path)
