@@ -45,6 +45,8 @@ class EngineConfig:
         confirm every hit; needs the `fast-hash` extra).
     eviction_policy: which cached block without an owner goes first; `lru` unless a replay of your traffic (`anaphora
         simulate`) says otherwise.
+    max_pinned_share, max_pinned_share_per_tenant: most of the pool's blocks, in [0, 1], that requests may pin
+        (cache_priority): all together, and those of one tenant of a server with keys.
     scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
     dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
     device: torch device; None takes the CPU.
@@ -52,8 +54,12 @@ class EngineConfig:
         kernels (the `cpu` extra), if it gives the module's own results when it is loaded; off runs every model through
         the layers of `transformers`.
     num_threads: torch's threads within the process; None leaves torch's choice.
+    warm_up: run a few steps before the engine is handed out, so that the first request is not the one that pays for
+        what happens once; None: a server does, a library does not.
     seed: where requests without a seed draw theirs from.
     cache_dir: where fetched and converted models are kept; None takes the user's cache folder.
+    record: a new file that gets a line for each request (times, lengths and keyed block hashes, no text) for `anaphora
+        simulate`; None records nothing.
 
     Raises ConfigError.
     """
@@ -70,13 +76,17 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     hash_algorithm: str = "sha256"
     eviction_policy: str = "lru"
+    max_pinned_share: float = 0.5
+    max_pinned_share_per_tenant: float = 0.25
     scheduling_policy: str = "fcfs"
     dtype: str = "auto"
     device: str | None = None
     fast_forward: bool = True
     num_threads: int | None = None
+    warm_up: bool | None = None
     seed: int = 0
     cache_dir: Path | None = None
+    record: Path | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
@@ -89,12 +99,20 @@ class EngineConfig:
         for name, most in (("block_size", MAX_BLOCK_SIZE), ("num_threads", MAX_THREADS)):
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        for name in ("max_pinned_share", "max_pinned_share_per_tenant"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ConfigError(f"{name} must be a number in [0, 1], got {share!r}")
         for name in ("enable_prefix_caching", "fast_forward"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.warm_up is not None and not isinstance(self.warm_up, bool):
+            raise ConfigError(f"warm_up must be True, False or None, got {self.warm_up!r}")
         _choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)
         _choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _choice("dtype", self.dtype, DTYPES)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed must be an integer >= 0, got {self.seed!r}")
+        if self.record is not None and not (isinstance(self.record, Path | str) and str(self.record)):
+            raise ConfigError(f"record must be the path of a new file, got {self.record!r}")

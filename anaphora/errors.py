@@ -17,6 +17,8 @@ AnaphoraError
 │   ├── DiskSpaceError           not enough room to fetch or convert
 │   └── UnsupportedModelError    the architecture needs something that this engine lacks
 ├── TraceError                   a trace file cannot be read or has a broken line
+├── BenchError                   a target of a benchmark is gone, or its journal cannot be used
+├── ServerUnreachableError       a server does not answer, or not as one of ours
 ├── StepFailedError              the model failed while it computed this request
 ├── EngineBusyError              another call of this engine is running
 └── EngineStoppedError           the engine has ended: nothing is served any more
@@ -91,6 +93,14 @@ class UnsupportedModelError(ModelError):
 
 class TraceError(AnaphoraError, ValueError):
     """A trace file cannot be read, or a line of it is broken."""
+
+
+class BenchError(AnaphoraError):
+    """A target of a benchmark cannot be reached or answers nonsense, or the benchmark's journal cannot be used."""
+
+
+class ServerUnreachableError(AnaphoraError):
+    """A server does not answer, or what it answers is not what Anaphora's server says."""
 
 
 class StepFailedError(AnaphoraError):

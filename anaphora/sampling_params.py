@@ -13,11 +13,15 @@ from numbers import Integral, Real
 from typing import Any
 
 from anaphora.errors import InvalidParameterError
+from anaphora.pooling_params import PoolingParams
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_GRAMMAR_CHARS = 65_536
 MAX_SCHEMA_DEPTH = 64
+MAX_CACHE_PRIORITY = 9
+MAX_PIN_TTL_S = 86_400.0
+DEFAULT_PIN_TTL_S = 300.0
 
 
 def _number(name: str, value: object, low: float, high: float, hint: str) -> float:
@@ -78,7 +82,8 @@ class SamplingParams:
 
     n: sequences for one prompt, which is computed once. Choice i is what a request with seed + i (mod 2**64) gives. The
         step engine takes n = 1 only: see `choices`.
-    max_tokens: most tokens to generate, at least 1; 0 is allowed with prompt_logprobs, and only scores the prompt.
+    max_tokens: most tokens to generate, at least 1; 0 is allowed with prompt_logprobs, and only scores the prompt,
+        and with pooling.
     min_tokens: tokens that come whatever happens: none of them is an end token or a stop token, and no stop string
         ends in their text. A limit of length still ends the request.
     temperature: 0 is greedy; else logits are divided by it.
@@ -99,6 +104,11 @@ class SamplingParams:
         temperature, penalties and bias), 0 to 20; None reports none, 0 the chosen token's alone.
     prompt_logprobs: the same for every prompt token but the first, which nothing precedes. Such a request computes its
         whole prompt itself, whatever is cached; what it computes can be found by others.
+    pooling: an embedding of the prompt, instead of output; see `embedding_params`.
+    cache_priority: 1 to 9 pins the prompt's cached blocks: they are evicted after all of a lower priority (0: no pin).
+        A pin changes no output. How much of the pool pins may hold is limited; what exceeds that is not pinned.
+    pin_ttl_s: seconds from the end of the request until the pin ends, at most a day; None is 300. Without a
+        cache_priority, that is 1.
 
     Raises InvalidParameterError.
     """
@@ -124,12 +134,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    pooling: PoolingParams | None = None
+    cache_priority: int = 0
+    pin_ttl_s: float | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the class is frozen: normalised values go in here, once
         _integer("n", self.n, 1, "an integer >= 1")
         hint = "an integer >= 1 (or 0 with prompt_logprobs, which scores the prompt and generates nothing)"
-        _integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, hint)
+        may_be_zero = self.prompt_logprobs is not None or self.pooling is not None
+        _integer("max_tokens", self.max_tokens, 0 if may_be_zero else 1, hint)
+        self._check_pooling()
         if self.n > 1 and self.max_tokens == 0:
             raise InvalidParameterError(f"n must be 1 where nothing is generated (max_tokens=0), got {self.n}")
         _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
@@ -177,6 +192,25 @@ class SamplingParams:
             if value is not None and _integer(name, value, 0, "an integer >= 0 or None") > MAX_LOGPROBS:
                 raise InvalidParameterError(f"{name} must be at most {MAX_LOGPROBS}, got {value}")
         self._check_structured()
+        hint = f"an integer in [0, {MAX_CACHE_PRIORITY}]; 0 is no pin"
+        if _integer("cache_priority", self.cache_priority, 0, hint) > MAX_CACHE_PRIORITY:
+            raise InvalidParameterError(f"cache_priority must be {hint}, got {self.cache_priority}")
+        if self.pin_ttl_s is not None:
+            hint = f"in (0, {MAX_PIN_TTL_S:g}] seconds, or None"
+            put(self, "pin_ttl_s", _number("pin_ttl_s", self.pin_ttl_s, 0.0, MAX_PIN_TTL_S, hint))
+            if self.pin_ttl_s == 0.0:
+                raise InvalidParameterError(f"pin_ttl_s must be {hint}, got 0; for no pin leave it out")
+
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            return
+        if not isinstance(self.pooling, PoolingParams):
+            raise InvalidParameterError(f"pooling must be PoolingParams or None, got {self.pooling!r}")
+        if self.max_tokens > 0 or self.prompt_logprobs is not None:
+            raise InvalidParameterError(
+                "pooling gives an embedding of the prompt and nothing else: set max_tokens=0 "
+                "and leave prompt_logprobs out"
+            )
 
     def _check_structured(self) -> None:
         if isinstance(self.json_schema, Mapping):
@@ -220,6 +254,18 @@ class SamplingParams:
         return self.json_schema is not None or self.regex is not None
 
     @property
+    def pin(self) -> tuple[int, float] | None:
+        """(priority, seconds) of the pin on the prompt's blocks; None without one."""
+        if not self.cache_priority and self.pin_ttl_s is None:
+            return None
+        return self.cache_priority or 1, DEFAULT_PIN_TTL_S if self.pin_ttl_s is None else self.pin_ttl_s
+
+    @property
     def needs_history(self) -> bool:
         """Whether choosing a token looks at the tokens before it (penalties)."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def embedding_params(pooling: PoolingParams) -> SamplingParams:
+    """Parameters of a request that gives an embedding. It draws no seed, so it changes no other request's output."""
+    return SamplingParams(max_tokens=0, seed=0, pooling=pooling)

@@ -22,8 +22,10 @@ from anaphora.core import (
     salt_key,
     sha256,
 )
+from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.hashing import HashFunction
 from anaphora.core.ids import BlockId, RequestId
+from anaphora.core.what_if import WhatIf
 from anaphora.sampling_params import SamplingParams
 
 ROOT = b"what the model is"
@@ -55,6 +57,9 @@ def make_request(
     stop: tuple[int, ...] = (),
     min_tokens: int = 0,
     scoring: bool = False,
+    cache_priority: int = 0,
+    pin_ttl_s: float | None = None,
+    tenant: str | None = None,
 ) -> Request:
     return Request(
         request_id,
@@ -64,10 +69,13 @@ def make_request(
             min_tokens=min_tokens,
             stop_token_ids=stop,
             prompt_logprobs=0 if scoring else None,
+            cache_priority=cache_priority,
+            pin_ttl_s=pin_ttl_s,
         ),
         priority=priority,
         extra_keys=() if salt is None else (salt_key(salt),),
         eos_token_ids=eos,
+        tenant=tenant,
     )
 
 
@@ -129,6 +137,7 @@ class World:
         eviction_policy: str = "lru",
         threshold: int | None = None,
         choose: Choose = count_up,
+        pin_limits: PinLimits | None = None,
     ) -> None:
         self.cache = CacheManager(
             num_blocks,
@@ -137,7 +146,10 @@ class World:
             hash_function=hash_function,
             enable_prefix_caching=caching,
             eviction_policy=eviction_policy,
+            pin_limits=pin_limits,
+            what_if=WhatIf(num_blocks, block_size),
         )
+        self.now_s = 0.0  # a second passes with each step
         self.scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=budget,
@@ -169,6 +181,9 @@ class World:
         stop: tuple[int, ...] = (),
         min_tokens: int = 0,
         scoring: bool = False,
+        cache_priority: int = 0,
+        pin_ttl_s: float | None = None,
+        tenant: str | None = None,
     ) -> Request:
         request = make_request(
             request_id,
@@ -180,6 +195,9 @@ class World:
             stop=stop,
             min_tokens=min_tokens,
             scoring=scoring,
+            cache_priority=cache_priority,
+            pin_ttl_s=pin_ttl_s,
+            tenant=tenant,
         )
         self.scheduler.add(request)
         self.salts[request_id] = salt
@@ -216,7 +234,8 @@ class World:
 
     def schedule(self) -> StepPlan | None:
         assert self.in_flight is None
-        self.in_flight = plan = self.scheduler.schedule()
+        self.in_flight = plan = self.scheduler.schedule(self.now_s)
+        self.now_s += 1
         if plan is None:
             return None
         assert plan.num_scheduled_tokens <= self.scheduler.max_num_batched_tokens

@@ -5,7 +5,9 @@ Knows every plane and does no work of theirs: it sizes, names and connects.
 
 from __future__ import annotations
 
+import logging
 import time
+from pathlib import Path
 from typing import cast
 
 import psutil
@@ -14,15 +16,22 @@ import torch
 from anaphora.api.options import context_limit, find_hash_function, pool_size
 from anaphora.config import EngineConfig
 from anaphora.core.cache_manager import CacheManager
+from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.hashing import root_digest
 from anaphora.core.scheduler import Scheduler
+from anaphora.core.what_if import WhatIf
 from anaphora.engine.engine import Engine
 from anaphora.engine.protocols import Tokenizer
+from anaphora.engine.recorder import TraceRecorder, check_recordable
 from anaphora.runtime.architecture import inspect_model, smallest_window
 from anaphora.runtime.executor import TorchExecutor
 from anaphora.runtime.grammar_llguidance import LLGuidanceGrammars
 from anaphora.runtime.kv_cache import bytes_per_block
 from anaphora.runtime.model import LoadedModel, load_model
+from anaphora.runtime.sources.progress import Progress
+from anaphora.runtime.warm_up import warm_up
+
+_logger = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Engine:
@@ -31,6 +40,8 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Engin
     progress: as in `load_model`. num_threads is torch's setting for the whole process. Raises ConfigError, ModelError.
     """
     find_hash_function(config.hash_algorithm)  # what is missing is said before anything slow
+    if config.record is not None:
+        check_recordable(Path(config.record))
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(
@@ -41,7 +52,7 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Engin
         cache_dir=config.cache_dir,
         progress=progress,
     )
-    return connect(config, loaded)
+    return connect(config, loaded, progress=progress)
 
 
 def model_identity(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
@@ -53,8 +64,9 @@ def model_identity(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
     }
 
 
-def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
+def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None = None) -> Engine:
     """An engine over a model that is loaded already. Raises ConfigError, UnsupportedModelError."""
+    bars = Progress(progress)
     module = loaded.module
     layout = inspect_model(module)
     max_model_len = context_limit(
@@ -73,18 +85,17 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
     grammars = None
     if loaded.tokenizer is not None:
         grammars = LLGuidanceGrammars(loaded.tokenizer, layout.vocab_size, end_token_ids)
-    executor = TorchExecutor(
-        module,
-        num_blocks=num_blocks + 1,  # and the null block
-        block_size=config.block_size,
-        # A running request holds a block and is owed a token a step; no table is longer than the pool.
-        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
-        max_model_len=min(max_model_len, (num_blocks + 1) * config.block_size),
-        dtype=module.dtype,
-        device=module.device,
-        fast_forward=config.fast_forward,
-        grammars=grammars,
-    )
+    with bars.stage("checking how the model runs; the first time compiles kernels", brief=True):
+        executor = _executor(config, loaded, num_blocks, max_model_len, grammars)
+    if config.warm_up:
+        begin_s = time.perf_counter()
+        with bars.stage("warming up", brief=True):
+            warm_up(
+                executor,
+                max_num_tokens=min(config.max_num_batched_tokens, max_model_len),
+                max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            )
+        _logger.info("warmed up in %.1f s: a few made-up steps, not in any count", time.perf_counter() - begin_s)
     cache = CacheManager(
         num_blocks,
         config.block_size,
@@ -92,6 +103,8 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
         hash_function=find_hash_function(config.hash_algorithm),
         enable_prefix_caching=config.enable_prefix_caching,
         eviction_policy=config.eviction_policy,
+        pin_limits=PinLimits(config.max_pinned_share, config.max_pinned_share_per_tenant),
+        what_if=WhatIf(num_blocks, config.block_size) if config.enable_prefix_caching else None,
     )
     scheduler = Scheduler(
         cache,
@@ -108,5 +121,33 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
         tokenizer=cast(Tokenizer | None, loaded.tokenizer),  # its decode gives lists only for lists of lists
         eos_token_ids=end_token_ids,
         seed=config.seed,
+        grammars=grammars,
+        recorder=_recorder(config, cache.root),
+    )
+
+
+def _recorder(config: EngineConfig, root: bytes) -> TraceRecorder | None:
+    if config.record is None:
+        return None
+    return TraceRecorder(Path(config.record), block_size=config.block_size, root=root, start_s=time.perf_counter())
+
+
+def _executor(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    num_blocks: int,
+    max_model_len: int,
+    grammars: LLGuidanceGrammars | None,
+) -> TorchExecutor:
+    return TorchExecutor(
+        loaded.module,
+        num_blocks=num_blocks + 1,  # and the null block
+        block_size=config.block_size,
+        # A running request holds a block and is owed a token a step; no table is longer than the pool.
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
+        max_model_len=min(max_model_len, (num_blocks + 1) * config.block_size),
+        dtype=loaded.module.dtype,
+        device=loaded.module.device,
+        fast_forward=config.fast_forward,
         grammars=grammars,
     )

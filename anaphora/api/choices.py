@@ -33,7 +33,7 @@ class Choices:
             outputs=[replace(output.outputs[0], index=index) for index, output in enumerate(outputs)],
             metrics=replace(
                 metrics[0],
-                e2e_s=max((each.e2e_s for each in metrics if each.e2e_s is not None), default=None),
+                e2e_s=max(each.e2e_s for each in metrics),
                 num_preemptions=sum(each.num_preemptions for each in metrics),
                 num_computed_prompt_tokens=sum(each.num_computed_prompt_tokens for each in metrics),
             ),

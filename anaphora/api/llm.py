@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from anaphora.api.choices import Choices
+from anaphora.api.embedding import EmbeddingOutput
 from anaphora.api.interrupts import held_interrupts
 from anaphora.api.prompts import (
     Prompt,
@@ -24,8 +25,10 @@ from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.protocols import Tokenizer
+from anaphora.engine.ttft import TtftParts
 from anaphora.errors import AnaphoraError, ConfigError, UnknownRequestError
-from anaphora.sampling_params import SamplingParams
+from anaphora.pooling_params import PoolingParams
+from anaphora.sampling_params import SamplingParams, embedding_params
 
 _Add = Callable[..., None]
 """`LLM._add`, or `_add_chat` with its options bound."""
@@ -114,6 +117,24 @@ class LLM:
         priorities = per_request("priority", priority, len(todo))
         add = partial(self._add_chat, tools=tools, add_generation_prompt=add_generation_prompt)
         return self._run(list(zip(todo, params, salts, priorities, strict=True)), add)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "last",
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[EmbeddingOutput]:
+        """Embeddings of one prompt or several, in their order, out of the model's final hidden states.
+
+        pooling, normalize, dimensions: see PoolingParams. The rest is as in generate.
+        """
+        params = embedding_params(PoolingParams(pooling, normalize, dimensions))
+        outputs = self.generate(prompts, params, cache_salt=cache_salt, priority=priority)
+        return [EmbeddingOutput.of(output, pooling) for output in outputs]
 
     def stream(
         self,
@@ -229,6 +250,7 @@ class LLM:
 
         if len(choices) > 1:  # text becomes tokens once
             prompt = self.engine.encode(prompt, add_special_tokens=add_special_tokens)
+        before = TtftParts(tokenize_s=self.engine.clock() - arrival_s)
         for index, choice in enumerate(choices):
             request_id = f"llm-{self._num_requests}"
             self._num_requests += 1
@@ -240,6 +262,7 @@ class LLM:
                     cache_salt=cache_salt,
                     priority=priority,
                     arrival_s=arrival_s,
+                    before=before,
                     add_special_tokens=add_special_tokens,
                 )
                 self._receivers[request_id] = partial(receive_choice, index)

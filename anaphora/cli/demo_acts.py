@@ -224,7 +224,7 @@ def _run(
         hits=delta.num_hit_tokens,
         evicted_blocks=delta.num_evicted_blocks,
         ttft_s=max(output.metrics.ttft_s or 0.0 for output in outputs),
-        e2e_s=max(output.metrics.e2e_s or 0.0 for output in outputs),
+        e2e_s=max(output.metrics.e2e_s for output in outputs),
         answer=outputs[0].outputs[0].text.strip() if len(outputs) == 1 and params.max_tokens > 1 else "",
     )
     return row, outputs

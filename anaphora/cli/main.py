@@ -16,12 +16,14 @@ from typer.core import TyperGroup
 
 from anaphora.api.openmp import let_idle_threads_sleep
 from anaphora.cli import console
+from anaphora.cli.bench import bench
 from anaphora.cli.chat import chat
 from anaphora.cli.demo import demo
 from anaphora.cli.generate import generate
 from anaphora.cli.models import models
 from anaphora.cli.serve import serve
 from anaphora.cli.simulate import simulate
+from anaphora.cli.top import top
 from anaphora.errors import (
     AnaphoraError,
     ConfigError,
@@ -76,7 +78,7 @@ def _options(
     pass
 
 
-for _command in (generate, chat, serve, demo, models, simulate):
+for _command in (generate, chat, serve, demo, models, simulate, bench, top):
     app.command()(_command)
 
 

@@ -76,6 +76,12 @@ class EngineOptions:
     eviction_policy: Annotated[str, _engine(help=f"One of {', '.join(EVICTION_POLICIES)}.")] = _ENGINE[
         "eviction_policy"
     ]
+    max_pinned_share: Annotated[
+        float, _engine(help="Most of the pool that requests may pin (cache_priority), 0 to 1.")
+    ] = _ENGINE["max_pinned_share"]
+    max_pinned_share_per_tenant: Annotated[float, _engine(help="The same, of one tenant.")] = _ENGINE[
+        "max_pinned_share_per_tenant"
+    ]
     scheduling_policy: Annotated[str, _engine(help=f"One of {', '.join(SCHEDULING_POLICIES)}.")] = _ENGINE[
         "scheduling_policy"
     ]
@@ -88,8 +94,15 @@ class EngineOptions:
     num_threads: Annotated[int | None, _engine(help="Torch's threads; without it torch chooses.")] = _ENGINE[
         "num_threads"
     ]
+    warm_up: Annotated[
+        bool | None,
+        _engine("--warm-up/--no-warm-up", help="Run a few steps before the first request; `serve` does by default."),
+    ] = _ENGINE["warm_up"]
     seed: Annotated[int, _engine(help="Where requests draw their seeds from.")] = _ENGINE["seed"]
     cache_dir: Annotated[Path | None, _engine(help="Where fetched models are kept.")] = _ENGINE["cache_dir"]
+    record: Annotated[
+        Path | None, _engine(help="Record times, lengths and keyed block hashes here, for `anaphora simulate`.")
+    ] = _ENGINE["record"]
 
     def check_names(self, *, needs_chat_template: bool = False) -> None:
         """Refuse wrong names and options before torch is imported. Raises ConfigError, ModelError, RequestError."""

@@ -54,7 +54,7 @@ def request_line(output: RequestOutput, limits: Limits) -> str:
 def decode_rate(output: RequestOutput) -> float | None:
     """Tokens per second after the first one; None with fewer than two tokens."""
     metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
-    if num_tokens < 2 or metrics.ttft_s is None or metrics.e2e_s is None or metrics.e2e_s <= metrics.ttft_s:
+    if num_tokens < 2 or metrics.ttft_s is None or metrics.e2e_s <= metrics.ttft_s:
         return None
     return (num_tokens - 1) / (metrics.e2e_s - metrics.ttft_s)
 
@@ -73,7 +73,7 @@ def request_document(output: RequestOutput) -> dict[str, Any]:
         "num_cached_tokens": output.num_cached_tokens,
         "num_computed_prompt_tokens": output.metrics.num_computed_prompt_tokens,
         "num_preemptions": output.metrics.num_preemptions,
-        "queue_s": output.metrics.queue_s,
+        "ttft_parts": None if output.metrics.ttft_parts is None else dataclasses.asdict(output.metrics.ttft_parts),
         "ttft_s": output.metrics.ttft_s,
         "e2e_s": output.metrics.e2e_s,
     }

@@ -69,7 +69,13 @@ class ServerOptions:
     max_tools: Annotated[int, _option(help="Most tools of one conversation.")] = _SERVER["max_tools"]
     max_logit_bias: Annotated[int, _option(help="Most entries of logit_bias.")] = _SERVER["max_logit_bias"]
     max_stop_chars: Annotated[int, _option(help="Longest stop string, in characters.")] = _SERVER["max_stop_chars"]
+    max_embedding_rows: Annotated[int, _option(help="Most rows of numbers of one embedding request.")] = _SERVER[
+        "max_embedding_rows"
+    ]
     num_text_workers: Annotated[int, _option(help="Threads that tokenise and render.")] = _SERVER["num_text_workers"]
+    token_memo_bytes: Annotated[
+        int, _option(help="Memory for the tokens of text that may come again; 0 keeps none.")
+    ] = _SERVER["token_memo_bytes"]
 
     def config(self) -> ServerConfig:
         """Raises ConfigError."""
@@ -138,6 +144,7 @@ def serve(
     api_keys = None if server.api_key_file is None else load_api_keys(server.api_key_file)
     secret = None if server.secret_file is None else _read_secret(server.secret_file)
     options = dataclasses.asdict(engine) | ({} if model_name is None else {"model": model_name})
+    options["warm_up"] = options["warm_up"] is not False
     engine_config = EngineConfig(**options)
     listener = bind(server.host, server.port)  # before the model is loaded: a taken port is told at once
     check_names(engine_config.model, engine_config.tokenizer)

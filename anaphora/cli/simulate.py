@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +12,15 @@ import typer
 
 from anaphora.cli import console
 from anaphora.cli.options import JsonFlag
+from anaphora.cli.simulate_table import show
 from anaphora.core.eviction import POLICIES
 from anaphora.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from anaphora.sim.cost_model import CostModel
+    from anaphora.sim.trace import Trace
 
 _POLICIES = ", ".join(POLICIES)
 
@@ -24,8 +29,19 @@ def _timed(help: str) -> Any:
     return typer.Option(help=help, rich_help_panel="Timed mode")
 
 
+def _made(*flags: str, help: str) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel="Generated workload")
+
+
 def simulate(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="Files in Mooncake's JSONL format.")],
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="TRACE",
+            help="Recorded by --record, in Mooncake's JSONL format, or a log of OpenAI-style requests; may be gzip'd; "
+            "- is stdin.",
+        ),
+    ] = None,
     blocks: Annotated[
         str | None, typer.Option(metavar="N,...", help="Pool sizes; without it, up to the trace's working set.")
     ] = None,
@@ -39,47 +55,80 @@ def simulate(
         str, typer.Option(help="`sequential`: one request after the other. `timed`: as they arrive, with a cost model.")
     ] = "sequential",
     outputs: Annotated[
-        bool, typer.Option("--outputs", help="Sequential: outputs take room too while they run.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--outputs/--no-outputs",
+            help="Sequential: outputs are computed and cached too; without it, if the trace names their blocks.",
+        ),
+    ] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken lines out and count them.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the tokenizer (and chat template) for a log of requests.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help=r"Write hit rate against capacity here (needs anaphora\[plot]).")
     ] = None,
     as_json: JsonFlag = False,
-    overhead_ms: Annotated[float, _timed("Of every step.")] = 5.0,
-    token_us: Annotated[float, _timed("Of every scheduled token.")] = 40.0,
-    attention_ns: Annotated[float, _timed("Of every pair of a scheduled token and a position it attends to.")] = 1.5,
+    cost: Annotated[
+        str | None,
+        _timed(
+            "Of a step: overhead=5ms,token=40us,attention=1.5ns; a token is a scheduled one, attention is of a pair."
+        ),
+    ] = None,
+    cost_from: Annotated[Path | None, _timed("Fit the cost to what `anaphora bench --json` measured.")] = None,
     max_num_batched_tokens: Annotated[int, _timed("Most tokens scheduled in one step.")] = 8192,
     max_num_seqs: Annotated[int, _timed("Most requests running at once.")] = 256,
     arrival_scale: Annotated[float, _timed("Arrival times are multiplied by this: 2 halves the load.")] = 1.0,
+    generate: Annotated[
+        str | None, _made("--generate", help="Make a trace: shared-prefix, chat, agents or rag.")
+    ] = None,
+    requests: Annotated[int | None, _made(help="How many.")] = None,
+    rate: Annotated[float | None, _made(help="Requests a second, on average.")] = None,
+    seed: Annotated[int | None, _made(help="Another seed, another trace of the kind.")] = None,
+    groups: Annotated[int | None, _made(help="Prefixes, system prompts or documents.")] = None,
+    shared_tokens: Annotated[int | None, _made(help="Mean length of one of them.")] = None,
+    own_tokens: Annotated[int | None, _made(help="Mean length of what only one request has.")] = None,
+    output_tokens: Annotated[int | None, _made(help="Mean length of an output.")] = None,
+    write: Annotated[Path | None, _made("--write", help="Write the trace here, in Mooncake's format.")] = None,
 ) -> None:
     """Replay traces through the real control plane without a model. The same input gives the same bytes."""
-    from anaphora.sim.cost_model import CostModel
-    from anaphora.sim.mooncake import read_mooncake
     from anaphora.sim.plot import check_plotting, write_plot
     from anaphora.sim.sweep import Sweep, run_sweep
     from anaphora.sim.timed import TimedOptions
 
+    block_sizes = _numbers("--block-size", block_size)
+    cost_model, fit = _cost(cost, cost_from)
     sweep = Sweep(
         blocks=_numbers("--blocks", blocks),
-        block_sizes=_numbers("--block-size", block_size),
+        block_sizes=block_sizes,
         policies=_policies(policy),
         mode=mode,
         with_outputs=outputs,
-        timed=TimedOptions(
-            CostModel(overhead_ms / 1e3, token_us / 1e6, attention_ns / 1e9),
-            max_num_batched_tokens,
-            max_num_seqs,
-            arrival_scale,
-        ),
+        timed=TimedOptions(cost_model, max_num_batched_tokens, max_num_seqs, arrival_scale),
     )
     if plot is not None:
         check_plotting()
+    lengths = {
+        "requests": requests,
+        "rate": rate,
+        "seed": seed,
+        "groups": groups,
+        "shared_tokens": shared_tokens,
+        "own_tokens": own_tokens,
+        "output_tokens": output_tokens,
+    }
+    if generate is not None:
+        made = _generate(generate, traces, lengths, block_sizes, write)
+    elif write is not None or any(value is not None for value in lengths.values()):
+        raise ConfigError("--write and what it is made of need --generate KIND")
+    else:
+        made = (_read(path, skip_bad, tokenizer, block_sizes) for path in traces or ())
     documents = []
-    for path in traces:
-        trace = read_mooncake(path, skip_bad=skip_bad)
-        with _progress(path.name, sweep.num_replays(trace) * len(trace.requests)) as advance:
-            documents.append(run_sweep(trace, sweep, advance))
+    for trace in made:
+        with _progress(trace.name, sweep.num_replays(trace) * len(trace.requests)) as advance:
+            documents.append(run_sweep(trace, sweep, advance) | ({"cost_fit": fit} if mode == "timed" else {}))
+    if not documents:
+        raise ConfigError("give a TRACE to replay, or --generate KIND")
     if plot is not None:
         write_plot(documents, plot)
         console.stderr().print(f"wrote {plot}")
@@ -87,7 +136,68 @@ def simulate(
         console.print_json({"traces": documents})
     else:
         for document in documents:
-            _show(document)
+            show(document)
+
+
+def _read(path: Path, skip_bad: bool, tokenizer: Path | None, block_sizes: Sequence[int]) -> Trace:
+    from anaphora.sim.reading import read_trace
+    from anaphora.sim.request_log import DEFAULT_BLOCK_SIZE
+
+    def load() -> Any:
+        """Brings torch: only a log needs it."""
+        from anaphora.runtime.sources.folder import load_tokenizer
+
+        loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
+        if loaded is None:
+            raise ConfigError(f"there is no tokenizer in {tokenizer}: give a folder with a tokenizer.json")
+        return loaded
+
+    return read_trace(
+        path,
+        skip_bad=skip_bad,
+        load_tokenizer=None if tokenizer is None else load,
+        log_block_size=math.gcd(*block_sizes) or DEFAULT_BLOCK_SIZE,
+    )
+
+
+def _generate(
+    kind: str,
+    traces: Sequence[Path] | None,
+    values: dict[str, Any],
+    block_sizes: Sequence[int],
+    write: Path | None,
+) -> Iterator[Trace]:
+    """The trace, written out too if that is wanted: with ids of 512 tokens, as Mooncake's, unless sizes are given."""
+    from anaphora.sim.mooncake import BLOCK_SIZE
+    from anaphora.sim.request_log import DEFAULT_BLOCK_SIZE
+    from anaphora.sim.workloads import generate_trace, workload
+    from anaphora.sim.writing import write_trace
+
+    if traces:
+        raise ConfigError("--generate makes the trace: give no TRACE beside it")
+    wanted = workload(kind, **values)
+    size = math.gcd(*block_sizes)
+    if write is not None:
+        write_trace(generate_trace(wanted, size or BLOCK_SIZE), write)
+        console.stderr().print(f"wrote {write}")
+    yield generate_trace(wanted, size or DEFAULT_BLOCK_SIZE)
+
+
+def _cost(given: str | None, measured: Path | None) -> tuple[CostModel, dict[str, Any] | None]:
+    """And how well it fits, if it was measured."""
+    from anaphora.sim.cost_fit import read_cost
+    from anaphora.sim.cost_model import CostModel, parse_cost
+
+    if given is not None and measured is not None:
+        raise ConfigError("--cost and --cost-from both say what a step costs: give one of them")
+    if measured is None:
+        return (CostModel() if given is None else parse_cost(given)), None
+    fitted = read_cost(measured)
+    return fitted.model, {
+        "num_requests": fitted.num_requests,
+        "residual_s": fitted.residual_s,
+        "largest_residual_s": fitted.largest_residual_s,
+    }
 
 
 def _policies(text: str) -> tuple[str, ...]:
@@ -118,48 +228,3 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=console.stderr(), transient=True, disable=not console.stderr().is_terminal) as bar:
         task = bar.add_task(name, total=total)
         yield lambda done: bar.advance(task, done)
-
-
-def _show(document: dict[str, Any]) -> None:
-    skipped = document["num_skipped_lines"]
-    lines = [
-        f"{document['trace']}: {document['num_requests']:,} requests, {document['num_input_tokens']:,} prompt tokens"
-        + (f", {skipped:,} broken lines left out" if skipped else "")
-    ]
-    timed = document["mode"] == "timed"
-    header = ("policy", "blocks", "tokens", "hit rate", "saved", "computed", "evicted", "refused")
-    for sizes in document["block_sizes"]:
-        size, distinct = sizes["block_size"], sizes["num_distinct_blocks"]
-        rows = [header + (("TTFT p50 s", "p99 s", "queue s", "wait s", "compute s") if timed else ())]
-        rows += [(*_row(point, size), *(_times(point) if timed else ())) for point in sizes["points"]]
-        rows.append(("unbounded", f"{distinct:,}", f"{distinct * size:,}", f"{sizes['unbounded_hit_rate']:.2%}"))
-        lines += ["", f"{document['mode']}, block size {size}{'' if sizes['exact'] else ' (hits are a lower bound)'}"]
-        lines += _aligned(rows)
-    # Of no terminal's width: the same input gives the same bytes everywhere.
-    typer.echo("\n".join([*lines, ""]))
-
-
-def _row(point: dict[str, Any], block_size: int) -> Iterator[str]:
-    yield point["policy"]
-    yield f"{point['num_blocks']:,}"
-    yield f"{point['num_blocks'] * block_size:,}"
-    yield f"{point['hit_rate']:.2%}"
-    for count in ("num_saved_tokens", "num_computed_tokens", "num_evicted_blocks", "num_refused_requests"):
-        yield f"{point[count]:,}"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        yield "  ".join([row[0].ljust(widths[0]), *cells[1:]])
-
-
-def _times(point: dict[str, Any]) -> Iterator[str]:
-    """Median and 99th percentile of the time to first token; the mean of each of its parts."""
-    ttft = point["ttft_s"]
-    for percentile in ("p50", "p99"):
-        yield f"{ttft[percentile]:z.2f}" if ttft else "-"
-    for part in ("queue_s", "wait_s", "compute_s"):
-        yield f"{point[part]['mean']:z.2f}" if point[part] else "-"

@@ -8,7 +8,7 @@ from anaphora.core.cache_manager import CacheManager, Hit
 from anaphora.core.hashing import BlockChain, ExtraKey, ExtraKeyKind, root_digest, salt_key, sha256
 from anaphora.core.ids import NULL_BLOCK
 from anaphora.core.invariants import InvariantError, check_cache, check_scheduler
-from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.core.plan import Admission, Embedding, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.core.request import Request, RequestState
 from anaphora.core.scheduler import RequestUpdate, Scheduler
@@ -21,6 +21,7 @@ __all__ = [
     "BlockPool",
     "CacheManager",
     "Counters",
+    "Embedding",
     "ExtraKey",
     "ExtraKeyKind",
     "Gauges",

@@ -17,7 +17,7 @@ def admitted(counters: Counters, request: Request, num_hit_tokens: int) -> None:
     else:
         request.was_admitted = True
         request.num_cached_tokens = num_hit_tokens
-        if request.is_scoring:
+        if request.bypasses_cache:
             counters.num_bypassed_tokens += request.num_tokens
         else:
             counters.num_queried_tokens += request.num_tokens

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anaphora.core.eviction import PolicyFactory, policy_factory
+from anaphora.core.eviction.pinned import PinLimits, Pinned
 from anaphora.core.free_queue import FreeQueue
 from anaphora.core.hashing import BlockChain
 from anaphora.core.ids import NULL_BLOCK, BlockId
@@ -25,18 +26,22 @@ class BlockPool:
     """`num_blocks` usable blocks, ids 1 to num_blocks, and the null block 0.
 
     policy: which cached block without an owner goes next: a name (core.eviction.POLICIES) or what makes one.
+    pins: over that policy, what requests asked to keep longer; see core.eviction.pinned.
     ref_counts: owners of each block, by id. num_evicted: blocks that lost their hash so that another could use them.
     Raises ConfigError.
     """
 
-    def __init__(self, num_blocks: int, policy: str | PolicyFactory = "lru") -> None:
+    def __init__(
+        self, num_blocks: int, policy: str | PolicyFactory = "lru", pin_limits: PinLimits | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least one usable block, got num_blocks={num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts: list[int] = [0] * (num_blocks + 1)
         self.index = PrefixIndex(num_blocks + 1)
         make_policy = policy_factory(policy) if isinstance(policy, str) else policy
-        self.free_queue = FreeQueue(num_blocks, make_policy(self.index))
+        self.pins = Pinned(make_policy(self.index), self.index, num_blocks, pin_limits or PinLimits())
+        self.free_queue = FreeQueue(num_blocks, self.pins)
         self.num_evicted = 0
 
     @property

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anaphora.core.block_pool import BlockPool
+from anaphora.core.busy_prefixes import BusyPrefixes
 from anaphora.core.chain_memo import ChainMemo
 from anaphora.core.eviction import PolicyFactory
+from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.groups import AttentionGroup, FullAttention
 from anaphora.core.hashing import BlockChain, HashFunction, sha256
 from anaphora.core.ids import BlockId, RequestId
 from anaphora.core.request import Request
+from anaphora.core.what_if import WhatIf
 from anaphora.errors import ConfigError
 
 
@@ -35,7 +38,8 @@ class CacheManager:
     """Block tables of the live requests over one pool.
 
     num_blocks: usable blocks; the null block comes on top. root: digest of what the model is (hashing.root_digest).
-    eviction_policy: a name in core.eviction.POLICIES, or what makes a policy.
+    eviction_policy: a name in core.eviction.POLICIES, or what makes a policy. pin_limits: how much of the pool pins may
+    hold. what_if: is told what is looked up and used; None keeps no curve.
     Raises ConfigError.
     """
 
@@ -48,17 +52,22 @@ class CacheManager:
         hash_function: HashFunction = sha256,
         enable_prefix_caching: bool = True,
         eviction_policy: str | PolicyFactory = "lru",
+        pin_limits: PinLimits | None = None,
+        what_if: WhatIf | None = None,
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks, eviction_policy)
+        self.pool = BlockPool(num_blocks, eviction_policy, pin_limits)
+        self.what_if = what_if
+        self.busy_prefixes = BusyPrefixes()
         self.group: AttentionGroup = FullAttention(block_size)
         self._root = root
         self._hash_function = hash_function
         self._memo = ChainMemo(max_blocks=num_blocks)
         self._tables: dict[RequestId, list[BlockId]] = {}
+        self._now_s = 0.0
 
     @property
     def root(self) -> bytes:
@@ -88,8 +97,10 @@ class CacheManager:
         """The last known token is always computed, as its logits choose the next one.
 
         A request that scores its prompt needs the logits of every position: it may only find again what it computed
-        before a preemption.
+        before a preemption. One that pools every position finds nothing, as an executor forgets the preempted.
         """
+        if request.pools_every_position:
+            return 0
         return request.furthest_computed if request.is_scoring else request.num_tokens - 1
 
     def look_up(self, request: Request) -> Hit:
@@ -118,6 +129,14 @@ class CacheManager:
         self._tables[request.request_id] = hit.blocks + pool.allocate(num_new)
         request.num_computed_tokens = hit.num_tokens
         request.num_staged_blocks = len(hit.blocks)
+        if hit.blocks and request.chain is not None and not request.was_admitted:
+            self.busy_prefixes.found(request.chain.hashes[len(hit.blocks) - 1], hit.num_tokens)
+        if self.what_if is not None and request.chain is not None:
+            if request.was_admitted or request.bypasses_cache:
+                self.what_if.use(request.chain.hashes)
+            else:
+                most = self.max_hit_tokens(request) // self.block_size
+                self.what_if.query(request.chain.hashes, request.num_tokens, most)
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -153,6 +172,12 @@ class CacheManager:
         """Give every block of a request back, once. Committed blocks stay findable until they are reused."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
+            if self.what_if is not None and request.chain is not None:
+                self.what_if.use(request.chain.hashes[: request.num_staged_blocks])
+            if (pin := request.sampling.pin) is not None:
+                priority, ttl_s = pin
+                num_blocks = min(request.num_prompt_tokens // self.block_size, request.num_staged_blocks)
+                self.pool.pins.pin(table[:num_blocks], priority, self._now_s + ttl_s, request.tenant)
             self.pool.free(table)
         request.num_computed_tokens = 0
         request.num_staged_blocks = 0
@@ -160,4 +185,12 @@ class CacheManager:
 
     def reset(self) -> bool:
         """Forget every cached block. False, and no effect, while a request holds blocks."""
-        return self.pool.reset()
+        done = self.pool.reset()
+        if done and self.what_if is not None:
+            self.what_if.clear()
+        return done
+
+    def pass_time(self, now_s: float) -> None:
+        """It is now_s, by any clock that does not go back: pins end and begin by it."""
+        self._now_s = now_s
+        self.pool.pins.expire(now_s)

@@ -44,6 +44,7 @@ def check_cache(cache: CacheManager) -> None:
         )
     claim(len(queue) + sum(1 for refs in pool.ref_counts if refs) == pool.num_blocks, "free + live != total")
     broken += index.inconsistencies()
+    broken += pool.pins.inconsistencies()
     for request_id, table in cache.tables.items():
         claim(len(set(table)) == len(table), f"{request_id!r} holds a block twice")
     for block_hash in index.copies:

@@ -9,6 +9,8 @@ A plan says everything an executor needs since the plan before it, so a list of 
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -86,6 +88,28 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of numbers that stand for a prompt: one, or one for each of its tokens.
+
+    values: rows x size, row by row, each number a little-endian float32. size: numbers in a row.
+    """
+
+    values: bytes
+    size: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values) // (4 * self.size)
+
+    def rows(self) -> list[list[float]]:
+        numbers = array("f", self.values)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        flat = numbers.tolist()
+        return [flat[begin : begin + self.size] for begin in range(0, len(flat), self.size)]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gave.
 
@@ -95,6 +119,7 @@ class StepResult:
     unsampled: request id -> why no next token could be chosen, although its K/V are right. It ends with this error.
     prompt_logprobs: for scheduled requests that want them, the prompt tokens at positions start + 1 and on that this
         step's positions precede: up to and including start + len(token_ids), as far as the prompt goes.
+    embeddings: for scheduled requests that want one, in the step that computes the last token of the prompt.
     compute_s, sample_s: seconds in the forward pass and in choosing tokens.
     """
 
@@ -102,5 +127,6 @@ class StepResult:
     failed: Mapping[RequestId, str] = field(default_factory=dict)
     prompt_logprobs: Mapping[RequestId, tuple[SampledToken, ...]] = field(default_factory=dict)
     unsampled: Mapping[RequestId, str] = field(default_factory=dict)
+    embeddings: Mapping[RequestId, Embedding] = field(default_factory=dict)
     compute_s: float = 0.0
     sample_s: float = 0.0

@@ -9,7 +9,7 @@ cached <= computed <= tokens:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
 from anaphora.core.hashing import BlockChain, ExtraKey, pack_tokens
@@ -20,6 +20,7 @@ from anaphora.sampling_params import SamplingParams
 
 class RequestState(Enum):
     WAITING = auto()  # in the queue, also after a preemption
+    LOOKING_UP = auto()  # it is its turn: what it can reuse is sought, and its blocks are taken; within a call only
     FOLLOWING = auto()  # waits for a running request that computes the same beginning
     RUNNING = auto()  # holds blocks
     FINISHED = auto()
@@ -30,7 +31,8 @@ class Request:
 
     num_cached_tokens: the hit at first admission; never changes after. num_computed_tokens: tokens whose K/V are in the
     pool now. furthest_computed: the most that it ever was, so that what is computed again after a preemption is told
-    apart. chain is None where prefix caching is off.
+    apart. chain is None where prefix caching is off. on_state: told of every state as it is entered, by whoever has a
+    clock; it must not call back. tenant: whose pins its own count among; None has no limit of its own.
     Raises EmptyPromptError, InvalidTokenError.
     """
 
@@ -47,12 +49,14 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_staged_blocks",
+        "on_state",
         "priority",
         "request_id",
         "sampling",
         "seed",
         "state",
         "stop_reason",
+        "tenant",
         "tokens",
         "was_admitted",
     )
@@ -67,6 +71,8 @@ class Request:
         priority: int = 0,
         extra_keys: Iterable[ExtraKey] = (),
         eos_token_ids: frozenset[int] = frozenset(),
+        on_state: Callable[[RequestState], None] | None = None,
+        tenant: str | None = None,
     ) -> None:
         if not len(prompt_token_ids):
             raise EmptyPromptError("the prompt has no tokens; give at least one")
@@ -85,6 +91,8 @@ class Request:
         self.num_prompt_tokens = len(self.tokens)
         self.chain: BlockChain | None = None
         self.state = RequestState.WAITING
+        self.on_state = on_state
+        self.tenant = tenant
         self.arrival = 0
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
@@ -115,6 +123,16 @@ class Request:
         return self.sampling.prompt_logprobs is not None and self.furthest_computed < self.num_prompt_tokens
 
     @property
+    def pools_every_position(self) -> bool:
+        """Whether an embedding of all hidden states of the prompt is wanted."""
+        return self.sampling.pooling is not None and self.sampling.pooling.needs_every_position
+
+    @property
+    def bypasses_cache(self) -> bool:
+        """Whether it must not use what others have computed, as it needs more of each position than K/V."""
+        return self.is_scoring or self.pools_every_position
+
+    @property
     def prompt_token_ids(self) -> list[int]:
         return self.tokens[: self.num_prompt_tokens].tolist()
 
@@ -125,6 +143,12 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.state is RequestState.FINISHED
+
+    def enter(self, state: RequestState) -> None:
+        """The scheduler moves it on."""
+        self.state = state
+        if self.on_state is not None:
+            self.on_state(state)
 
     def append(self, token_id: TokenId) -> None:
         """One more known token; its K/V come in a later step."""

@@ -126,7 +126,7 @@ class Scheduler:
         return (request.priority if self._by_priority else 0, request.arrival)
 
     def _enqueue(self, request: Request) -> None:
-        request.state = RequestState.WAITING
+        request.enter(RequestState.WAITING)
         self._waiting.push(self._rank(request), request)
 
     def _leave_running(self, request: Request) -> None:
@@ -144,7 +144,7 @@ class Scheduler:
             self._followers.discard(request)
         else:
             self._waiting.discard()
-        request.state = RequestState.FINISHED
+        request.enter(RequestState.FINISHED)
         request.finish_reason = reason
         del self._requests[request.request_id]
         accounting.ended(self._counters, reason)
@@ -157,9 +157,13 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step; None if no request can run. The caller then owes `update` or `fail`."""
+    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
+        """Plan the next step; None if no request can run. The caller then owes `update` or `fail`.
+
+        now_s: by any clock that does not go back; pins of cached blocks begin and end by it, and nothing else.
+        """
         assert self._in_flight is None, "update() or fail() comes before the next schedule()"
+        self.cache.pass_time(now_s)
         step = Step(self.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:  # what was just taken away is not given to someone else
@@ -193,18 +197,20 @@ class Scheduler:
                 return
             if self._is_blocked(request):
                 return
+            request.enter(RequestState.LOOKING_UP)
             hit = self.cache.look_up(request)
             if leader := self._leader_of(step, request, hit):
                 self._waiting.pop()
-                request.state = RequestState.FOLLOWING
+                request.enter(RequestState.FOLLOWING)
                 self._followers.add(request, *leader)
                 continue
             if not self.cache.admit(request, hit):
                 self._blocked = request, self.cache.num_free_needed(request, hit)
+                request.enter(RequestState.WAITING)
                 return
             self._blocked = None  # what is live now may be shared by whoever was blocked
             self._waiting.pop()
-            request.state = RequestState.RUNNING
+            request.enter(RequestState.RUNNING)
             insort(self._running, request, key=self._rank)
             accounting.admitted(self._counters, request, hit.num_tokens)
             step.admitted.append(
@@ -365,6 +371,7 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_following=len(self._followers),
+            num_pinned_blocks=pool.pins.num_pinned,
         )
         counters = replace(
             self._counters,
@@ -373,7 +380,7 @@ class Scheduler:
             num_collisions=pool.index.num_collisions,
             num_evicted_blocks=pool.num_evicted,
         )
-        return Stats(counters, gauges)
+        return Stats(counters, gauges, () if self.cache.what_if is None else self.cache.what_if.curve())
 
     def inconsistencies(self) -> list[str]:
         """Equations between requests and block tables that do not hold. For tests."""

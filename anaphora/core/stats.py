@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from anaphora.core.what_if import WhatIfPoint
+
 
 @dataclass(slots=True)
 class Counters:
     """Tokens unless the name says otherwise, cumulative since the engine began. `stats()` gives copies.
 
     queried, hit: prompt tokens of first admissions, and how many of them were found.
-    bypassed: prompt tokens of first admissions that look nothing up, as they want the logits of every position
-        (prompt_logprobs): not among the queried ones, and all of them computed.
+    bypassed: prompt tokens of first admissions that look nothing up, as they want more of every position than
+        K/V (prompt_logprobs, an embedding pooled over all): not among the queried ones, and all of them computed.
     computed: tokens whose K/V were computed; prompt ones among them (each position once: queried - hit + bypassed when
         all have ended, or less where a preempted request finds prompt tokens that it never computed); recomputed ones
         among them (computed before, lost by a preemption).
@@ -58,7 +60,8 @@ class Counters:
 class Gauges:
     """The state now. live + cached + blank == total blocks (the null block is not among them).
 
-    live: held by requests. cached: free and findable. blank: free, nothing findable in them.
+    live: held by requests. cached: free and findable. blank: free, nothing findable in them. pinned: contents that a
+    request asked to keep longer, live or cached.
     """
 
     num_total_blocks: int
@@ -68,6 +71,7 @@ class Gauges:
     num_running: int = 0
     num_waiting: int = 0
     num_following: int = 0
+    num_pinned_blocks: int = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -77,5 +81,8 @@ class Gauges:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
+    """what_if: the hit rate of LRU with other pools, smallest first; empty where no curve is kept."""
+
     counters: Counters
     gauges: Gauges
+    what_if: tuple[WhatIfPoint, ...] = ()

@@ -24,8 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
+from anaphora.core.busy_prefixes import BusyPrefix
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, StepOutput
+from anaphora.engine.ttft import NOTHING_BEFORE, TtftParts
 from anaphora.errors import EngineStoppedError, UnknownRequestError
 from anaphora.sampling_params import SamplingParams
 
@@ -42,6 +44,7 @@ class NewRequest:
     sampling: SamplingParams
     cache_salt: str | None = None
     priority: int = 0
+    tenant: str | None = None
 
 
 class _Command(NamedTuple):
@@ -154,10 +157,12 @@ class AsyncEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[NewRequest], *, arrival_s: float | None = None) -> RequestGroup:
+    def submit(
+        self, requests: Sequence[NewRequest], *, arrival_s: float | None = None, before: TtftParts = NOTHING_BEFORE
+    ) -> RequestGroup:
         """Hand in requests: they reach the engine together, between two steps. See RequestGroup.
 
-        arrival_s: when they arrived, by the engine's clock, if that was before now.
+        arrival_s: when they arrived, by the engine's clock, if that was before now. before: what was done since.
         """
         arrival_s = self.engine.clock() if arrival_s is None else arrival_s
         request_ids = [f"{self._num_groups}-{index}" for index in range(len(requests))]
@@ -176,7 +181,9 @@ class AsyncEngine:
                         new.sampling,
                         cache_salt=new.cache_salt,
                         priority=new.priority,
+                        tenant=new.tenant,
                         arrival_s=arrival_s,
+                        before=before,
                     )
                     added.append(request_id)
             except Exception:
@@ -190,6 +197,12 @@ class AsyncEngine:
         """Forget everything cached. False, and no effect, while requests hold blocks. Raises EngineStoppedError."""
         done: asyncio.Future[bool] = self._loop.create_future()
         self._call(lambda: self.engine.reset_prefix_cache(preempt_running), done)
+        return await done
+
+    async def busiest_prefixes(self, count: int) -> list[BusyPrefix]:
+        """See Engine.busiest_prefixes. Raises EngineStoppedError."""
+        done: asyncio.Future[list[BusyPrefix]] = self._loop.create_future()
+        self._call(lambda: self.engine.busiest_prefixes(count), done)
         return await done
 
     def _close(self, group: RequestGroup) -> None:

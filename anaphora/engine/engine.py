@@ -11,30 +11,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
+from dataclasses import replace
 
+from anaphora.core.busy_prefixes import BusyPrefix
 from anaphora.core.hashing import salt_key
 from anaphora.core.ids import RequestId
 from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
+from anaphora.engine.capabilities import Capabilities
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.one_at_a_time import OneAtATime, exclusive
 from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
-from anaphora.engine.prompt_check import check_priority, check_sampling, check_text, check_token_ids
+from anaphora.engine.prompt_check import check_priority, check_sampling, check_token_ids
 from anaphora.engine.protocols import Clock, Executor, GrammarChecker, Tokenizer
+from anaphora.engine.recorder import TraceRecorder
+from anaphora.engine.seeds import DrawnSeeds
+from anaphora.engine.ttft import NOTHING_BEFORE, TtftClock, TtftParts
 from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError
 from anaphora.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Capabilities):
     """Drives requests through a scheduler and an executor, one step at a time.
 
     tokenizer: None takes and gives token ids only. eos_token_ids: the model's end tokens. seed: requests without a seed
     draw theirs from it, by a counter, so the same calls give the same outputs. clock: seconds; see RequestMetrics.
-    grammars: None refuses structured output.
+    grammars: None refuses structured output. recorder: is told of every request that ends.
     """
 
     def __init__(
@@ -47,61 +52,17 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         grammars: GrammarChecker | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
+        super().__init__(scheduler, executor, tokenizer, grammars)
         self.clock = clock
-        self.tokenizer = tokenizer
-        self.vocab_size = executor.vocab_size
-        self._scheduler = scheduler
-        self._executor = executor
         self._eos_token_ids = eos_token_ids
-        self._seed = seed
-        self._grammars = grammars
+        self._seeds = DrawnSeeds(seed)
+        self.recorder = recorder
         self.calls = OneAtATime()
-        self._num_drawn_seeds = 0
         self._live: dict[str, LiveRequest] = {}
         self._undelivered: dict[str, StepOutput] = {}  # ended in a step that an interrupt cut short
-        self._times = dict.fromkeys(EngineTimes.__dataclass_fields__, 0.0)
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Most tokens of one request, prompt and output; None if nothing but the pool limits it."""
-        return self._scheduler.max_model_len
-
-    @property
-    def block_size(self) -> int:
-        return self._scheduler.cache.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Usable blocks of the pool."""
-        return self._scheduler.cache.pool.num_blocks
-
-    @property
-    def kv_cache_bytes(self) -> int | None:
-        """Memory of the pool; None if the executor holds none (a simulator)."""
-        return getattr(self._executor, "kv_cache_bytes", None)
-
-    @property
-    def root(self) -> bytes:
-        """Digest of what the model is: the parent of every first block."""
-        return self._scheduler.cache.root
-
-    def check_fits(self, num_prompt_tokens: int) -> None:
-        """Whether a prompt of this length can ever run; the answer never changes. Raises PromptTooLongError."""
-        self._scheduler.check_fits(num_prompt_tokens)
-
-    def check_grammar(self, sampling: SamplingParams) -> None:
-        """Whether the structured output that these parameters ask for can be given, if they ask for one.
-
-        Slow for a large schema that is new. `add_request` does it too; a server asks first, on another thread, which is
-        allowed for this method. Raises InvalidParameterError.
-        """
-        if not sampling.is_structured:
-            return
-        if self._grammars is None:
-            field = "regex" if sampling.json_schema is None else "json_schema"
-            raise InvalidParameterError(f"{field} needs a tokenizer and this model has none: load one (tokenizer=...)")
-        self._grammars.check(sampling)
+        self._times = EngineTimes()
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -115,14 +76,17 @@ class Engine:
         cache_salt: str | None = None,
         priority: int = 0,
         arrival_s: float | None = None,
+        before: TtftParts = NOTHING_BEFORE,
         add_special_tokens: bool = True,
+        tenant: str | None = None,
     ) -> None:
         """Queue a request; `step` runs it. If this raises, nothing of the request is kept.
 
         prompt: text, or token ids in [0, vocab_size). cache_salt: shares cached blocks only with requests of the same
         salt. priority: lower first, under the `priority` policy. arrival_s: when the request arrived by the engine's
-        clock, if that was before this call. add_special_tokens: the tokenizer's own, such as a BOS; off for text that
-        holds them already (a rendered chat).
+        clock, if that was before this call. before: what was done with it since then; the rest of that time it has
+        waited. add_special_tokens: the tokenizer's own, such as a BOS; off for text that holds them already (a rendered
+        chat). tenant: whose pinned blocks its own count among.
 
         Raises RequestError: EmptyPromptError, InvalidTokenError, InvalidParameterError, PromptTooLongError,
         DuplicateRequestError.
@@ -134,22 +98,31 @@ class Engine:
             raise DuplicateRequestError(f"request {request_id!r} is alive already; choose another id")
         sampling = check_sampling(sampling, self.vocab_size, has_tokenizer=self.tokenizer is not None)
         self.check_grammar(sampling)
-        draws_seed = sampling.seed is None
+        self.check_pooling(sampling)
+        arrival_s = begin_s if arrival_s is None else arrival_s
+        ttft = TtftClock(self.clock, begin_s, arrival_s, before)
+        ttft.enter("tokenize_s")
+        token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+        ttft.enter("other_s")
         request = Request(
             request_id,
-            check_token_ids(self.encode(prompt, add_special_tokens=add_special_tokens), self.vocab_size),
+            check_token_ids(token_ids, self.vocab_size),
             sampling,
-            seed=self._next_seed() if sampling.seed is None else sampling.seed,
+            seed=self._seeds.look() if sampling.seed is None else sampling.seed,
             priority=check_priority(priority),
             extra_keys=() if cache_salt is None else (salt_key(cache_salt),),
             eos_token_ids=self._eos_token_ids,
+            on_state=ttft.enter_state,
+            tenant=tenant,
         )
         text = prompt if isinstance(prompt, str) else None
-        live = LiveRequest(request, text, self.tokenizer, begin_s if arrival_s is None else arrival_s)
+        live = LiveRequest(request, text, self.tokenizer, arrival_s, ttft)
+        ttft.enter("lookup_s")
         self._scheduler.add(request)
         self._live[request_id] = live
-        self._num_drawn_seeds += draws_seed  # only now: a refused request must not change what the next one draws
-        self._times["add_s"] += self.clock() - begin_s
+        if sampling.seed is None:
+            self._seeds.draw()
+        self._times.add_s += self.clock() - begin_s
 
     @exclusive
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
@@ -167,7 +140,7 @@ class Engine:
             last = self._undelivered.pop(request_id, None)
             if last is None:
                 self._scheduler.finish(request_id, "abort")
-                last = self._live.pop(request_id).finish(None, "abort", None, now_s)
+                last = self._forget(request_id).finish(None, "abort", None, now_s)
             if last.output is not None:
                 ended.append(last.output)
         return ended
@@ -195,16 +168,16 @@ class Engine:
             return outputs
         begin_s = self.clock()
         with self.calls.bookkeeping():
-            plan = self._scheduler.schedule()
-        planned_s = self._spent("schedule_s", begin_s)
+            plan = self._scheduler.schedule(begin_s)
+        planned_s = self.clock()
+        self._times.schedule_s += planned_s - begin_s
         if plan is None:
             if self._live:
                 raise RuntimeError(f"{len(self._live)} requests wait and none can run: a bug in the scheduler")
             return []
-        for admission in plan.admitted:
-            live = self._live[admission.request_id]
-            if live.admitted_s is None:
-                live.admitted_s = planned_s
+        starting = [live for r in plan.scheduled if not (live := self._live[r.request_id]).has_begun]
+        for live in starting:
+            live.ttft.enter("compute_s", planned_s)
         try:
             result = self._executor.execute(plan)
         except BaseException as error:
@@ -215,14 +188,21 @@ class Engine:
                 raise
             _logger.error("step %d failed; its %d requests end", plan.step, len(plan.scheduled), exc_info=error)
             return outputs
-        executed_s = self._spent("execute_s", planned_s)
-        self._times["compute_s"] += result.compute_s
-        self._times["sample_s"] += result.sample_s
+        executed_s = self.clock()
+        for live in starting:
+            live.ttft.executed(executed_s, result.sample_s)
+        self._times.execute_s += executed_s - planned_s
+        self._times.compute_s += result.compute_s
+        self._times.sample_s += result.sample_s
         with self.calls.bookkeeping():
             updates = self._scheduler.update(plan, result)
-        updated_s = self._spent("update_s", executed_s)
+        updated_s = self.clock()
+        self._times.update_s += updated_s - executed_s
+        for update in updates:
+            if update.error is None and (embedding := result.embeddings.get(update.request.request_id)):
+                self._live[update.request.request_id].embedding = embedding
         outputs = self._outputs(plan, updates, result.prompt_logprobs, updated_s)
-        self._spent("output_s", updated_s)
+        self._times.output_s += self.clock() - updated_s
         return outputs
 
     def _outputs(
@@ -237,7 +217,7 @@ class Engine:
         for update in updates:
             request_id = update.request.request_id
             live = self._live[request_id]
-            if live.first_token_s is None and update.error is None:
+            if not live.has_begun and update.error is None:
                 live.num_computed_prompt_tokens += len(scheduled[request_id].token_ids)
             scores = scheduled[request_id].start + 1, prompt_logprobs.get(request_id, ())
             output = self._advance(live, update, scores, now_s)
@@ -258,9 +238,7 @@ class Engine:
             if error is None:
                 live.add_prompt_logprobs(*scores)
             if update.token is not None:
-                if live.first_token_s is None:
-                    live.first_token_s = now_s
-                output = live.add_token(update.token, ends_output=reason == "stop")
+                output = live.add_token(update.token, now_s, ends_output=reason == "stop")
         except Exception as failure:  # the tokenizer is foreign code: it may cost one request, never the engine
             _logger.error("the tokenizer failed on request %s", request.request_id, exc_info=failure)
             error = f"the tokenizer failed: {type(failure).__name__}: {failure}"
@@ -270,8 +248,15 @@ class Engine:
         reason = ending or reason
         if reason is None:
             return output
-        del self._live[request.request_id]
+        self._forget(request.request_id)
         return live.finish(output, reason, error, now_s)
+
+    def _forget(self, request_id: str) -> LiveRequest:
+        """A request has ended: the scheduler knows it no more."""
+        live = self._live.pop(request_id)
+        if self.recorder is not None:
+            self.recorder.record(live.request, live.arrival_s)
+        return live
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
@@ -283,29 +268,12 @@ class Engine:
         """
         return self._scheduler.reset_prefix_cache(preempt_running)
 
+    @exclusive
+    def busiest_prefixes(self, count: int) -> list[BusyPrefix]:
+        """The cached beginnings that saved the most tokens since the engine began, most first."""
+        return self._scheduler.cache.busy_prefixes.busiest(count)
+
     def stats(self) -> EngineStats:
         """A snapshot; plain data."""
         stats = self._scheduler.stats()
-        return EngineStats(stats.counters, stats.gauges, EngineTimes(**self._times))
-
-    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Sequence[int]:
-        """The token ids of a text prompt; token ids as they are. Raises InvalidParameterError."""
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise InvalidParameterError(
-                "a text prompt needs a tokenizer and this model has none: load one (tokenizer=...), or give token ids"
-            )
-        check_text("the prompt", prompt)
-        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-
-    def _next_seed(self) -> int:
-        """63 bits that depend on the engine's seed and on how many were drawn before."""
-        digest = blake2b(f"{self._seed}:{self._num_drawn_seeds}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest) >> 1
-
-    def _spent(self, field: str, since_s: float) -> float:
-        """Book the time since then; returns now."""
-        now_s = self.clock()
-        self._times[field] += now_s - since_s
-        return now_s
+        return EngineStats(stats.counters, stats.gauges, replace(self._times), stats.what_if)

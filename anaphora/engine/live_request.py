@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anaphora.core.plan import SampledToken
+from anaphora.core.plan import Embedding, SampledToken
 from anaphora.core.request import Request
 from anaphora.engine.detokenizer import Detokenizer
 from anaphora.engine.outputs import (
@@ -20,18 +20,23 @@ from anaphora.engine.outputs import (
 )
 from anaphora.engine.protocols import Tokenizer
 from anaphora.engine.stop_strings import StopStrings
+from anaphora.engine.ttft import TtftClock, TtftParts
 
 
 class LiveRequest:
     """One request from add_request to its last output. Times are seconds by the engine's clock."""
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, arrival_s: float) -> None:
+    def __init__(
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, arrival_s: float, ttft: TtftClock
+    ) -> None:
         sampling = request.sampling
         self.request = request
         self.arrival_s = arrival_s
-        self.admitted_s: float | None = None
-        self.first_token_s: float | None = None
+        self.ttft = ttft
+        self._first_token_s: float | None = None
+        self._ttft_parts: TtftParts | None = None
         self.num_computed_prompt_tokens = 0
+        self.embedding: Embedding | None = None
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._detokenizer = (
@@ -51,8 +56,16 @@ class LiveRequest:
         """The stop string that ended the text, if one did."""
         return self._stops.matched
 
-    def add_token(self, token: SampledToken, *, ends_output: bool) -> StepOutput:
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has its first token."""
+        return self._first_token_s is not None
+
+    def add_token(self, token: SampledToken, now_s: float, *, ends_output: bool) -> StepOutput:
         """Take a new token. ends_output: it is an end token, which has no part in the text unless asked for."""
+        is_first = not self.has_begun
+        if is_first:
+            self._first_token_s, self._ttft_parts = now_s, self.ttft.stop(now_s)
         entry = {} if self._logprobs is None else self._entry(token)
         if self._logprobs is not None:
             self._logprobs.append(entry)
@@ -66,6 +79,7 @@ class LiveRequest:
             token_ids=(token.token_id,),
             logprobs=None if self._logprobs is None else (entry,),
             prompt_logprobs=self._new_prompt_logprobs(),
+            ttft_parts=self._ttft_parts if is_first else None,
         )
 
     def add_prompt_logprobs(self, first: int, tokens: Sequence[SampledToken]) -> None:
@@ -100,6 +114,7 @@ class LiveRequest:
             logprobs=step.logprobs if step else None if self._logprobs is None else (),
             output=self._output(reason, error, now_s),
             prompt_logprobs=step.prompt_logprobs if step else self._new_prompt_logprobs(),
+            ttft_parts=step.ttft_parts if step else None,
         )
 
     def _output(self, reason: str, error: str | None, now_s: float) -> RequestOutput:
@@ -114,9 +129,9 @@ class LiveRequest:
         )
         metrics = RequestMetrics(
             arrival_s=self.arrival_s,
-            queue_s=None if self.admitted_s is None else self.admitted_s - self.arrival_s,
-            ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
             e2e_s=now_s - self.arrival_s,
+            ttft_s=None if self._first_token_s is None else self._first_token_s - self.arrival_s,
+            ttft_parts=self._ttft_parts,
             num_preemptions=request.num_preemptions,
             num_computed_prompt_tokens=self.num_computed_prompt_tokens,
         )
@@ -130,11 +145,12 @@ class LiveRequest:
             metrics=metrics,
             error=error,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self.embedding,
         )
 
     def _entry(self, token: SampledToken, decoded: dict[int, str] | None = None) -> dict[int, Logprob]:
         """The token itself first, then the likeliest ones. decoded: texts known, added to."""
-        if token.logprob is None:
+        if token.logprob is None or token.rank is None:
             return {}
         entry = {int(token.token_id): Logprob(token.logprob, token.rank, self._decoded(token.token_id, decoded))}
         for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1):

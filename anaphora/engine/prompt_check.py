@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from numbers import Integral
 
+from anaphora.engine.protocols import GrammarChecker, Tokenizer
 from anaphora.errors import EmptyPromptError, InvalidParameterError, InvalidTokenError
 from anaphora.sampling_params import SamplingParams
 
@@ -22,6 +23,18 @@ def check_text(name: str, text: str) -> None:
         raise InvalidParameterError(
             f"{name} is not valid Unicode: a lone surrogate at character {error.start}; decode the text properly first"
         ) from None
+
+
+def encode(prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool) -> Sequence[int]:
+    """The token ids of a text prompt; token ids as they are. Raises InvalidParameterError."""
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise InvalidParameterError(
+            "a text prompt needs a tokenizer and this model has none: load one (tokenizer=...), or give token ids"
+        )
+    check_text("the prompt", prompt)
+    return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
 
 def check_token_ids(token_ids: object, vocab_size: int) -> list[int]:
@@ -74,6 +87,16 @@ def check_sampling(sampling: object, vocab_size: int, *, has_tokenizer: bool) ->
             "stop strings need a tokenizer and this model has none: load one (tokenizer=...), or use stop_token_ids"
         )
     return sampling
+
+
+def check_grammar(sampling: SamplingParams, grammars: GrammarChecker | None) -> None:
+    """Raises InvalidParameterError if a structured output is wanted that cannot be given."""
+    if not sampling.is_structured:
+        return
+    if grammars is None:
+        field = "regex" if sampling.json_schema is None else "json_schema"
+        raise InvalidParameterError(f"{field} needs a tokenizer and this model has none: load one (tokenizer=...)")
+    grammars.check(sampling)
 
 
 def check_priority(priority: object) -> int:

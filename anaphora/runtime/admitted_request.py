@@ -13,13 +13,17 @@ from anaphora.core.ids import TokenId
 from anaphora.core.plan import Admission
 from anaphora.errors import UnsupportedModelError
 from anaphora.runtime.grammar import GrammarFactory, GrammarState
+from anaphora.runtime.pooling import Pooler
 from anaphora.runtime.sampler import SamplingRow, TokenCounts
 
 
 class AdmittedRequest:
-    """row: in the block tables, once it has one. prompt: its tokens, None unless their log-probabilities are wanted."""
+    """row: in the block tables, once it has one. prompt: its tokens, None unless their log-probabilities are wanted.
 
-    __slots__ = ("_counts", "_end_token_ids", "_grammar", "_may_end_at", "_seed", "prompt", "row", "sampling")
+    pooler: None unless an embedding is wanted.
+    """
+
+    __slots__ = ("_counts", "_end_token_ids", "_grammar", "_may_end_at", "_seed", "pooler", "prompt", "row", "sampling")
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class AdmittedRequest:
         self.row = -1
         self.sampling = sampling
         self.prompt = None if sampling.prompt_logprobs is None else admission.token_ids[:num_prompt_tokens]
+        self.pooler = None if sampling.pooling is None else Pooler(sampling.pooling, num_prompt_tokens)
         self._seed = admission.seed
         self._end_token_ids = admission.end_token_ids
         self._may_end_at = num_prompt_tokens + sampling.min_tokens  # the first position where it may end

@@ -7,12 +7,14 @@ not grow with a request's history, attention excepted.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
 
 from anaphora.core.ids import RequestId
-from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.core.plan import Admission, Embedding, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.pooling_params import PoolingParams
 from anaphora.runtime.admitted_request import AdmittedRequest
 from anaphora.runtime.architecture import check_agreement, check_context, inspect_model
 from anaphora.runtime.attention import PagedContext
@@ -20,6 +22,7 @@ from anaphora.runtime.fast_forward import make_forward
 from anaphora.runtime.grammar import GrammarError, GrammarFactory
 from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.pooling import check_dimensions, trained_dimensions
 from anaphora.runtime.sampler import SamplingRow, report, sample
 
 # Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.
@@ -63,6 +66,8 @@ class TorchExecutor:
         self._tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self._forward = make_forward(module, self._layout, fast=fast_forward)
         self._grammars = grammars
+        self._hidden_size: int | None = getattr(module.config.get_text_config(), "hidden_size", None)
+        self._trained_dimensions = trained_dimensions(module.config)
         self._requests: dict[RequestId, AdmittedRequest] = {}
 
     @property
@@ -70,13 +75,21 @@ class TorchExecutor:
         """Memory of the pool, the null block among it."""
         return self.cache.num_bytes
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. On any exception the slots that it may have written are zero and the exception goes on."""
-        for request_id in plan.released:
+    def release(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget requests, as a plan may ask for."""
+        for request_id in request_ids:
             released = self._requests.pop(request_id, None)  # None: its admission was in a plan that failed before it
             if released is not None:
                 self._tables.release_row(released.row)
+
+    def check_pooling(self, pooling: PoolingParams) -> None:
+        """Whether this model gives such an embedding. Raises InvalidParameterError."""
+        check_dimensions(pooling.dimensions, self._hidden_size, self._trained_dimensions)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. On any exception the slots that it may have written are zero and the exception goes on."""
+        self.release(plan.released)
         for admission in plan.admitted:
             self._admit(admission)
         states = [self._requests[request.request_id] for request in plan.scheduled]
@@ -90,6 +103,7 @@ class TorchExecutor:
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
             failed = self._find_failed(plan.scheduled, inputs, logits, hidden)
             scores = self._score(plan.scheduled, states, inputs, hidden, failed)
+            embeddings = self._pool(plan.scheduled, states, inputs, hidden, failed)
             computed = time.perf_counter()
             sampled, unsampled = self._sample(plan.scheduled, states, inputs, logits, failed)
             done = time.perf_counter()
@@ -106,6 +120,7 @@ class TorchExecutor:
             compute_s=computed - begin,
             sample_s=done - computed,
             prompt_logprobs={plan.scheduled[i].request_id: tuple(tokens) for i, tokens in scores.items()},
+            embeddings=embeddings,
         )
 
     def _admit(self, admission: Admission) -> None:
@@ -166,6 +181,25 @@ class TorchExecutor:
             else:
                 scores[i] = entries
         return scores
+
+    def _pool(
+        self,
+        scheduled: tuple[ScheduledRequest, ...],
+        states: list[AdmittedRequest],
+        inputs: StepInputs,
+        hidden: torch.Tensor | None,
+        failed: dict[int, str],
+    ) -> dict[RequestId, Embedding]:
+        """What StepResult.embeddings says."""
+        embeddings: dict[RequestId, Embedding] = {}
+        for i, (request, state) in enumerate(zip(scheduled, states, strict=True)):
+            if state.pooler is None or hidden is None or i in failed:
+                continue
+            begin, end = inputs.spans[i]
+            embedding = state.pooler.take(request.start, hidden[begin:end])
+            if embedding is not None:
+                embeddings[request.request_id] = embedding
+        return embeddings
 
     def _sample(
         self,

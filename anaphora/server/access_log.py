@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from anaphora.engine.outputs import RequestOutput
+from anaphora.engine.ttft import TtftParts
 
 _logger = logging.getLogger("anaphora.access")
 
@@ -27,11 +29,15 @@ def log_request(
         "cached_tokens": sum(output.num_cached_tokens for output in outputs),
         "computed_tokens": sum(output.metrics.num_computed_prompt_tokens for output in outputs),
         "output_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
-        "queue_s": _rounded(first.metrics.queue_s if first else None),
         "ttft_s": _rounded(first.metrics.ttft_s if first else None),
+        "ttft_parts": _rounded_parts(first.metrics.ttft_parts if first else None),
         "e2e_s": _rounded(first.metrics.e2e_s if first else None),
     }
     _logger.info(json.dumps(line))
+
+
+def _rounded_parts(parts: TtftParts | None) -> dict[str, float] | None:
+    return None if parts is None else {name: round(seconds, 6) for name, seconds in asdict(parts).items()}
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.engine import Engine
-from anaphora.errors import ConfigError, EngineStoppedError
+from anaphora.errors import ConfigError
+from anaphora.server.admin import ResetFields, reset_prefix_cache
+from anaphora.server.arrival import Arrival
 from anaphora.server.chat import prepare_chat
 from anaphora.server.completions import prepare_completion
 from anaphora.server.config import ServerConfig
-from anaphora.server.connection import ClientGoneError, Connection
-from anaphora.server.errors import ApiError, as_api_error, invalid
-from anaphora.server.generation import Arrival, GenerationEndpoint, Job, Places
+from anaphora.server.debug import busiest_prefixes
+from anaphora.server.embeddings import prepare_embeddings
+from anaphora.server.errors import ApiError
+from anaphora.server.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    EmbeddingFields,
+    ResponsesFields,
+    TokenizeFields,
+)
+from anaphora.server.generation import GenerationEndpoint, Job, Places
+from anaphora.server.json_endpoint import Answer, JsonEndpoint
 from anaphora.server.metrics import CONTENT_TYPE, Metrics
+from anaphora.server.openapi import ANSWERS_AT_ONCE, GENERATES, REFUSES_BODIES, Operation, describe
 from anaphora.server.responses import prepare_response
 from anaphora.server.service import Service
 from anaphora.server.tenants import ApiKeys, CacheDomains
 from anaphora.server.text import TextTools
 from anaphora.server.tokens import detokenize, tokenize
 
-_Answer = Callable[[Service, bytes], Awaitable[dict[str, Any]]]
+_STREAMS = ("application/json", "text/event-stream")
 
 
 def build_app(
@@ -58,22 +67,13 @@ def build_app(
     async_engine = AsyncEngine(engine, num_workers=config.num_text_workers)
     service = Service(
         engine=async_engine,
-        text=TextTools(engine),
+        text=TextTools(engine, memo_bytes=config.token_memo_bytes),
         config=config,
         metrics=Metrics(async_engine),
-        domains=CacheDomains(secret or secrets.token_bytes(32), config.share_cache),
+        domains=CacheDomains(secrets.token_bytes(32) if secret is None else secret, config.share_cache),
         api_keys=api_keys,
         model_name=config.served_model_name or model_name,
     )
-    places = Places(max_num_seqs + config.max_queue)
-
-    def generating(name: str, prepare: Callable[[Service, bytes, Arrival], Awaitable[Job]]) -> GenerationEndpoint:
-        async def bound(body: bytes, arrival: Arrival) -> Job:
-            job = await prepare(service, body, arrival)
-            service.metrics.tokenized(engine.clock() - arrival.arrival_s)
-            return job
-
-        return GenerationEndpoint(name, bound, service.authenticate, async_engine, config, service.metrics, places)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -83,28 +83,80 @@ def build_app(
         finally:
             await async_engine.stop()
 
-    site = _Site(service)
-    return Starlette(
-        routes=[
-            Route("/v1/models", site.models),
-            Route("/v1/completions", generating("completions", prepare_completion), methods=["POST"]),
-            Route("/v1/chat/completions", generating("chat", prepare_chat), methods=["POST"]),
-            Route("/v1/responses", generating("responses", prepare_response), methods=["POST"]),
-            Route("/tokenize", _JsonEndpoint(service, places, tokenize), methods=["POST"]),
-            Route("/detokenize", _JsonEndpoint(service, places, detokenize), methods=["POST"]),
-            Route("/reset_prefix_cache", site.reset_prefix_cache, methods=["POST"]),
-            Route("/health", site.health),
-            Route("/ready", site.health),
-            Route("/version", site.version),
-            Route("/metrics", site.metrics),
-        ],
+    operations = _operations(service, Places(max_num_seqs + config.max_queue))
+    app = Starlette(
+        routes=[Route(one.path, one.endpoint, methods=[one.method]) for one in operations],
         lifespan=lifespan,
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error},
     )
+    app.router.redirect_slashes = False  # a URL that is nearly right is wrong, and says so in JSON
+    app.state.description = describe(operations, version=version("anaphora"), has_keys=api_keys is not None)
+    return app
+
+
+def _operations(service: Service, places: Places) -> list[Operation]:
+    """Everything that this server answers: what it routes, and what /openapi.json says."""
+    site = _Site(service)
+
+    def generating(name: str, prepare: Callable[[Service, bytes, Arrival], Awaitable[Job]]) -> GenerationEndpoint:
+        engine, metrics = service.engine, service.metrics
+
+        async def bound(body: bytes, arrival: Arrival) -> Job:
+            return await prepare(service, body, arrival)
+
+        return GenerationEndpoint(name, bound, service.authenticate, engine, service.config, metrics, places)
+
+    def at_once(answer: Answer) -> JsonEndpoint:
+        return JsonEndpoint(service, answer, places)
+
+    reset = JsonEndpoint(service, reset_prefix_cache, needs_admin=True)
+    return [
+        Operation(
+            "POST", "/v1/completions", generating("completions", prepare_completion), "Go on with a text or token ids.",
+            body=CompletionFields, statuses=GENERATES, media=_STREAMS,
+        ),
+        Operation(
+            "POST", "/v1/chat/completions", generating("chat", prepare_chat), "Answer a conversation.",
+            body=ChatFields, statuses=GENERATES, media=_STREAMS,
+        ),
+        Operation(
+            "POST", "/v1/responses", generating("responses", prepare_response), "Answer a conversation.",
+            body=ResponsesFields, statuses=GENERATES, media=_STREAMS,
+        ),
+        Operation(
+            "POST", "/v1/embeddings", generating("embeddings", prepare_embeddings), "Texts or token ids as vectors.",
+            body=EmbeddingFields, statuses=GENERATES,
+        ),
+        Operation(
+            "POST", "/tokenize", at_once(tokenize), "A text or a conversation as token ids.",
+            body=TokenizeFields, statuses=ANSWERS_AT_ONCE,
+        ),
+        Operation(
+            "POST", "/detokenize", at_once(detokenize), "Token ids as a text.",
+            body=DetokenizeFields, statuses=ANSWERS_AT_ONCE,
+        ),
+        Operation(
+            "POST", "/reset_prefix_cache", reset, "Forget everything cached.", access="admin",
+            body=ResetFields, body_is_optional=True, statuses=(*REFUSES_BODIES, 409, 503, 504),
+        ),
+        Operation("GET", "/v1/models", site.models, "The model."),
+        Operation("GET", "/version", site.version, "The version, and the digest of what the model is."),
+        Operation("GET", "/health", site.health, "Whether the engine takes requests.", access="open", statuses=(503,)),
+        Operation("GET", "/ready", site.health, "The same.", access="open", statuses=(503,)),
+        Operation(
+            "GET", "/metrics", site.metrics, "What Prometheus reads.",
+            access="open" if service.config.open_metrics else "admin", media=("text/plain",),
+        ),
+        Operation(
+            "GET", "/debug/prefixes", JsonEndpoint(service, busiest_prefixes, needs_admin=True),
+            "The cached beginnings that saved the most tokens, by hash.", access="admin", statuses=(503, 504),
+        ),
+        Operation("GET", "/openapi.json", site.openapi, "This document."),
+    ]  # fmt: skip
 
 
 class _Site:
-    """The small endpoints."""
+    """The endpoints that read no body."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -136,60 +188,9 @@ class _Site:
             self._service.authenticate_admin(request.scope)
         return Response(self._service.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        """200 if everything cached is forgotten, 409 if nothing was done as requests hold blocks."""
-        self._service.authenticate_admin(request.scope)
-        preempt = _preempt_running(await request.body())
-        try:
-            done = await self._service.engine.reset_prefix_cache(preempt_running=preempt)
-        except EngineStoppedError as error:
-            raise as_api_error(error, prompt="") from None
-        if done:
-            return JSONResponse({"reset": True})
-        message = "requests hold blocks: nothing was reset. Wait until they end, or send preempt_running: true"
-        return JSONResponse({"reset": False, **ApiError(409, message, code="cache_in_use").body}, 409)
-
-
-class _JsonEndpoint:
-    """An ASGI application: JSON in, JSON out, at once."""
-
-    def __init__(self, service: Service, places: Places, answer: _Answer) -> None:
-        self._service = service
-        self._places = places
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection, config = Connection(scope, receive, send), self._service.config
-        self._service.authenticate(scope)
-        self._places.take()
-        try:
-            async with asyncio.timeout(config.request_timeout_s):
-                body = await connection.body(config.max_body_bytes)
-                await connection.send_json(200, await self._answer(self._service, body))
-        except TimeoutError:
-            message = f"the request took longer than {config.request_timeout_s:g} s"
-            raise ApiError(504, message, code="request_timeout") from None
-        except ClientGoneError:
-            return
-        finally:
-            self._places.give_back(1)
-
-
-def _preempt_running(body: bytes) -> bool:
-    if not body.strip():
-        return False
-    try:
-        fields = json.loads(body)
-    except ValueError as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", "invalid_json") from None
-    if not isinstance(fields, dict):
-        raise invalid(None, "the body must be a JSON object", "invalid_json")
-    wanted = fields.pop("preempt_running", False)
-    if fields:
-        raise invalid(min(fields), f"unknown field {min(fields)!r}", "unknown_parameter")
-    if not isinstance(wanted, bool):
-        raise invalid("preempt_running", "preempt_running must be true or false")
-    return wanted
+    async def openapi(self, request: Request) -> Response:
+        self._service.authenticate(request.scope)
+        return JSONResponse(request.app.state.description)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from anaphora.engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput
+from anaphora.engine.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
+from anaphora.server.arrival import Arrival
 from anaphora.server.choices import ChoicesJob, check_choice_fields
-from anaphora.server.errors import ApiError, invalid, unsupported
+from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import ChatFields
-from anaphora.server.generation import Arrival
 from anaphora.server.sampling import ENGINE_NAMES, check_n, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import chat_logprobs
@@ -31,12 +31,13 @@ class ChatJob(ChoicesJob):
     def __init__(
         self, service: Service, fields: ChatFields, arrival: Arrival, prompt: Sequence[int], params: SamplingParams
     ) -> None:
-        super().__init__(service, fields, arrival, [prompt], params)
+        super().__init__(service, fields, arrival, [prompt], params, n=params.n)
+        self._num_logprobs = params.logprobs
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._reads_calls = bool(fields.tools) and fields.tool_choice != "none" and service.text.writes_tool_calls
         self._readers: dict[int, ToolCallReader] = {}
 
-    def whole(self, index: int, output: RequestOutput, first: RequestOutput) -> dict[str, Any]:
+    def whole(self, index: int, output: RequestOutput, scores: PromptLogprobs) -> dict[str, Any]:
         completion = output.outputs[0]
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         if self._reads_calls:
@@ -47,7 +48,7 @@ class ChatJob(ChoicesJob):
                 message["tool_calls"] = reader.calls
         return {"message": message, "logprobs": self._logprobs(completion.logprobs or ())}
 
-    def delta(self, index: int, step: StepOutput, is_first: bool) -> dict[str, Any]:
+    def delta(self, index: int, step: StepOutput, is_first: bool, scores: PromptLogprobs) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         delta["content"] = step.text
         if self._reads_calls:
@@ -64,12 +65,12 @@ class ChatJob(ChoicesJob):
         return "tool_calls" if has_calls and completion.finish_reason == "stop" else completion.finish_reason
 
     def _logprobs(self, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Any] | None:
-        return None if self.num_logprobs is None else chat_logprobs(steps, self.num_logprobs, as_ids=self._as_ids)
+        return None if self._num_logprobs is None else chat_logprobs(steps, self._num_logprobs, as_ids=self._as_ids)
 
 
 async def prepare_chat(service: Service, body: bytes, arrival: Arrival) -> ChatJob:
     """Raises ApiError."""
-    fields = await service.parse(ChatFields, body)
+    fields = await service.parse(ChatFields, body, arrival)
     check_choice_fields(fields)
     service.check_conversation(fields)
     _check_tools(fields)
@@ -88,9 +89,10 @@ async def prepare_chat(service: Service, body: bytes, arrival: Arrival) -> ChatJ
 
     def work() -> list[int]:
         service.engine.engine.check_grammar(params)
-        return service.text.prompt_ids(service.render(fields), add_special_tokens=False)
+        domain = service.memo_domain(arrival.caller, fields.cache_salt)
+        return service.text.prompt_ids(service.render(fields), add_special_tokens=False, memo_domain=domain)
 
-    prompt = await service.on_worker("messages", work, _NAMES)
+    prompt = await service.on_worker("messages", arrival.tokenizing(work), _NAMES)
     if wanted is None:
         params = service.with_room(params, len(prompt))
     return ChatJob(service, fields, arrival, prompt, params)
@@ -115,7 +117,7 @@ def _check_tools(fields: ChatFields) -> None:
     if fields.tool_choice not in (None, "auto", "none"):
         raise unsupported("tool_choice", "this server cannot force a tool call: use auto or none")
     if fields.tool_choice is not None and not fields.tools:
-        raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+        raise invalid("tool_choice", "tool_choice needs tools")
     if fields.parallel_tool_calls is False:
         raise unsupported("parallel_tool_calls", "this server cannot limit how many tools a model calls")
     if fields.reasoning_effort is not None:

@@ -1,4 +1,4 @@
-"""What completions and chat completions share: n choices of each prompt, usage, chunks. Knows no text format."""
+"""What completions and chat completions share: the choices of each prompt, usage, chunks. Knows no text format."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from anaphora.engine.async_engine import NewRequest
-from anaphora.engine.outputs import CompletionOutput, RequestOutput, StepOutput
+from anaphora.engine.outputs import CompletionOutput, PromptLogprobs, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
+from anaphora.server.arrival import Arrival
 from anaphora.server.connection import event
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import ChoiceFields
-from anaphora.server.generation import Arrival, Job
+from anaphora.server.generation import Job
 from anaphora.server.sampling import check_salt
 from anaphora.server.service import Service
-from anaphora.server.shapes import prompt_logprobs, timing, usage_of
+from anaphora.server.shapes import prompt_logprobs, timings, usage_of
 
 
 class ChoicesJob(Job):
-    """Several prompts with n choices each; choice index = prompt index * n + i."""
+    """Several prompts with n choices each; choice index = prompt index * n + i.
+
+    params.n choices of each prompt are sampled. n: how many of them are given, the likeliest ones.
+    """
 
     id_prefix: str
     kind: str  # `object` of the reply
@@ -35,19 +39,21 @@ class ChoicesJob(Job):
         arrival: Arrival,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        *,
+        n: int,
     ) -> None:
         self.fields = fields
         self.prompts = prompts
-        self.n = params.n
+        self.n = n
         self.stream = bool(fields.stream)
-        self.num_logprobs = params.logprobs
         salt = service.domains.salt(arrival.caller, fields.cache_salt)
         self.requests = [
-            NewRequest(prompt, choice, cache_salt=salt, priority=fields.priority or 0)
+            NewRequest(prompt, choice, cache_salt=salt, priority=fields.priority or 0, tenant=arrival.caller.tenant)
             for prompt in prompts
             for choice in params.choices()
         ]
-        self._arrival = arrival
+        self._num_sampled = params.n
+        self._scores_prompts = params.prompt_logprobs is not None
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -57,16 +63,18 @@ class ChoicesJob(Job):
         self._include_usage = bool(options and options.include_usage)
         self._chunk_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         self._begun: set[int] = set()
+        self._scores: dict[int, PromptLogprobs] = {}  # by prompt
+        self._held: dict[int, list[tuple[int, StepOutput]]] = {}  # by prompt: what came before its scores
 
     # -- the text format of the endpoint -------------------------------------------------------------------------------
 
     @abstractmethod
-    def whole(self, index: int, output: RequestOutput, first: RequestOutput) -> dict[str, Any]:
-        """What a choice of the reply says besides index and reasons. first: the prompt's first choice: it scores it."""
+    def whole(self, index: int, output: RequestOutput, scores: PromptLogprobs) -> dict[str, Any]:
+        """What a choice of the reply says besides index and reasons. scores: of its prompt; empty if not wanted."""
 
     @abstractmethod
-    def delta(self, index: int, step: StepOutput, is_first: bool) -> dict[str, Any]:
-        """What a chunk's choice says besides index and reasons."""
+    def delta(self, index: int, step: StepOutput, is_first: bool, scores: PromptLogprobs) -> dict[str, Any]:
+        """What a chunk's choice says besides index and reasons. scores: as above."""
 
     def finish_reason(self, index: int, completion: CompletionOutput) -> str | None:
         return completion.finish_reason
@@ -74,53 +82,80 @@ class ChoicesJob(Job):
     # -- Job -----------------------------------------------------------------------------------------------------------
 
     def reply(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = []
-        for index, output in enumerate(outputs):
-            completion, first = output.outputs[0], outputs[index // self.n * self.n]
-            choice = {"index": index, **self.whole(index, output, first), **self._end(index, output)}
-            if self.fields.return_token_ids:
-                choice["token_ids"] = list(completion.token_ids)
-                if not self.top_prompt_ids:
-                    choice["prompt_token_ids"] = list(output.prompt_token_ids)
-            if self.fields.prompt_logprobs is not None and not self.top_prompt_ids:
-                choice["prompt_logprobs"] = prompt_logprobs(first)
-            choices.append(choice)
-        reply = {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(outputs, self.n)}
-        if self.fields.return_token_ids and self.top_prompt_ids:
-            reply["prompt_token_ids"] = list(self.prompts[0])
-        if self.fields.prompt_logprobs is not None and self.top_prompt_ids:
-            reply["prompt_logprobs"] = prompt_logprobs(outputs[0])
-        return reply
+        choices: list[dict[str, Any]] = []
+        for begin in range(0, len(outputs), self._num_sampled):
+            sampled = outputs[begin : begin + self._num_sampled]
+            scores = sampled[0].prompt_logprobs or []  # the first choice scores the prompt for all
+            if self.n < self._num_sampled:
+                sampled = sorted(sampled, key=_likelihood, reverse=True)[: self.n]
+            for output in sampled:
+                index = len(choices)
+                choice = {"index": index, **self.whole(index, output, scores), **self._end(index, output)}
+                if self.fields.return_token_ids:
+                    choice["token_ids"] = list(output.outputs[0].token_ids)
+                choices.append(choice | ({} if self.top_prompt_ids else self._of_prompt(index, scores)))
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": choices,
+            "usage": usage_of(outputs, self._num_sampled),
+            **self._timings(outputs),
+            **(self._of_prompt(0, outputs[0].prompt_logprobs or []) if self.top_prompt_ids else {}),
+        }
 
     def step_events(self, index: int, step: StepOutput) -> Iterable[bytes]:
+        prompt = index // self.n
+        if step.prompt_logprobs is not None:
+            self._scores[prompt] = step.prompt_logprobs
+        if self._scores_prompts and prompt not in self._scores:  # another choice was faster than the one that scores
+            self._held.setdefault(prompt, []).append((index, step))
+            return
+        for entry in (*self._held.pop(prompt, ()), (index, step)):
+            yield from self._chunk(*entry)
+
+    def _chunk(self, index: int, step: StepOutput) -> Iterable[bytes]:
         is_first = index not in self._begun
         self._begun.add(index)
         if not (is_first or step.text or step.finished or step.logprobs or self.fields.return_token_ids):
             return  # the token's text is not certain yet
-        choice = {"index": index, **self.delta(index, step, is_first)}
-        if step.output is None:
-            choice["finish_reason"] = None
-        else:
-            choice |= self._end(index, step.output)
-        head = {**self._head, "object": self.chunk_kind}
+        scores = self._scores.get(index // self.n, [])
+        choice = {"index": index, **self.delta(index, step, is_first, scores)}
+        choice |= {"finish_reason": None} if step.output is None else self._end(index, step.output)
         if self.fields.return_token_ids:
             choice["token_ids"] = list(step.token_ids)
-            if is_first:
-                (head if self.top_prompt_ids else choice)["prompt_token_ids"] = list(self.prompts[index // self.n])
+        head = {**self._head, "object": self.chunk_kind}
+        if is_first:
+            (head if self.top_prompt_ids else choice).update(self._of_prompt(index, scores))
         yield event({**head, "choices": [choice], **self._chunk_usage})
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterable[bytes]:
+        said = self._timings(outputs)
         if self._include_usage:
-            head = {**self._head, "object": self.chunk_kind}
-            yield event({**head, "choices": [], "usage": usage_of(outputs, self.n)})
+            said["usage"] = usage_of(outputs, self._num_sampled)
+        if said:
+            yield event({**self._head, "object": self.chunk_kind, "choices": [], **said})
+
+    def _timings(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {"timings": timings(outputs)} if self.fields.return_timings else {}
+
+    def _of_prompt(self, index: int, scores: PromptLogprobs) -> dict[str, Any]:
+        """What is said once of a choice's prompt, where it is wanted."""
+        said: dict[str, Any] = {}
+        if self.fields.return_token_ids:
+            said["prompt_token_ids"] = list(self.prompts[index // self.n])
+        if self.fields.prompt_logprobs is not None:
+            said["prompt_logprobs"] = prompt_logprobs(scores, self.fields.prompt_logprobs)
+        return said
 
     def _end(self, index: int, output: RequestOutput) -> dict[str, Any]:
         completion = output.outputs[0]
-        reason = self.finish_reason(index, completion)
-        end: dict[str, Any] = {"finish_reason": reason, "stop_reason": completion.stop_reason}
-        if self.fields.return_timing and self._arrival.tokenized_s is not None:
-            end["timing"] = timing(output.metrics, self._arrival.tokenized_s - self._arrival.arrival_s)
-        return end
+        return {"finish_reason": self.finish_reason(index, completion), "stop_reason": completion.stop_reason}
+
+
+def _likelihood(output: RequestOutput) -> float:
+    """Mean log-probability of a choice's tokens."""
+    entries = output.outputs[0].logprobs or []
+    return sum(next(iter(entry.values())).logprob for entry in entries) / len(entries)
 
 
 def check_choice_fields(fields: ChoiceFields) -> None:
@@ -130,5 +165,3 @@ def check_choice_fields(fields: ChoiceFields) -> None:
         raise invalid("stream_options", "stream_options needs stream: true")
     if fields.stream_options is not None and fields.stream_options.continuous_usage_stats:
         raise unsupported("stream_options.continuous_usage_stats", "usage comes in the last chunk only")
-    if fields.prompt_logprobs is not None and fields.stream:
-        raise unsupported("prompt_logprobs", "the prompt's log-probabilities do not come in a stream: leave stream out")

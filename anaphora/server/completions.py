@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anaphora.engine.outputs import Logprob, RequestOutput, StepOutput
+from anaphora.engine.outputs import Logprob, PromptLogprobs, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
+from anaphora.server.arrival import Arrival
 from anaphora.server.choices import ChoicesJob, check_choice_fields
 from anaphora.server.config import ServerConfig
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import CompletionFields
-from anaphora.server.generation import Arrival
 from anaphora.server.sampling import ENGINE_NAMES, check_n, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import completion_logprobs
@@ -40,70 +40,80 @@ class CompletionJob(ChoicesJob):
         echoes: Sequence[str],
         first_tokens: Sequence[str],
         params: SamplingParams,
+        *,
+        n: int,
     ) -> None:
-        super().__init__(service, fields, arrival, prompts, params)
+        super().__init__(service, fields, arrival, prompts, params, n=n)
         self._echoes = echoes
         self._first_tokens = first_tokens
+        self._num_logprobs = fields.logprobs
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}
 
-    def whole(self, index: int, output: RequestOutput, first: RequestOutput) -> dict[str, Any]:
-        completion, echo = output.outputs[0], self._echoes[index // self.n]
-        steps = completion.logprobs or []
-        if self._first_tokens:
-            scored = [entry for entry in first.prompt_logprobs or () if entry is not None]
-            shown = self._logprobs([*scored, *steps], first_token=self._first_tokens[index // self.n])
-        else:
-            shown = self._logprobs(steps, offset=len(echo))
-        return {"text": echo + completion.text, "logprobs": shown}
+    def whole(self, index: int, output: RequestOutput, scores: PromptLogprobs) -> dict[str, Any]:
+        completion = output.outputs[0]
+        text, logprobs = self._begin(index, completion.logprobs or [], scores)
+        return {"text": text + completion.text, "logprobs": logprobs}
 
-    def delta(self, index: int, step: StepOutput, is_first: bool) -> dict[str, Any]:
-        echo = self._echoes[index // self.n] if is_first else ""
-        offset = self._offsets.get(index, len(echo))
-        shown = self._logprobs(step.logprobs or (), offset=offset)
-        if shown is not None:
-            self._offsets[index] = offset + sum(map(len, shown["tokens"]))
-        return {"text": echo + step.text, "logprobs": shown}
+    def delta(self, index: int, step: StepOutput, is_first: bool, scores: PromptLogprobs) -> dict[str, Any]:
+        entries = step.logprobs or ()
+        if is_first:
+            text, logprobs = self._begin(index, entries, scores)
+        else:
+            text, logprobs = "", self._logprobs(entries, offset=self._offsets.get(index, 0))
+        if logprobs is not None and logprobs["tokens"]:
+            self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        return {"text": text + step.text, "logprobs": logprobs}
+
+    def _begin(
+        self, index: int, entries: Sequence[Mapping[int, Logprob]], scores: PromptLogprobs
+    ) -> tuple[str, dict[str, Any] | None]:
+        """The echo, and the log-probabilities of the first tokens, behind the echoed ones' if those are wanted."""
+        prompt = index // self.n
+        echo = self._echoes[prompt]
+        if not self._first_tokens:
+            return echo, self._logprobs(entries, offset=len(echo))
+        scored = [entry for entry in scores if entry is not None]
+        return echo, self._logprobs([*scored, *entries], first_token=self._first_tokens[prompt])
 
     def _logprobs(
-        self, steps: Sequence[Mapping[int, Logprob]], *, offset: int = 0, first_token: str | None = None
+        self, entries: Sequence[Mapping[int, Logprob]], *, offset: int = 0, first_token: str | None = None
     ) -> dict[str, Any] | None:
-        if self.num_logprobs is None:
+        if self._num_logprobs is None:
             return None
         return completion_logprobs(
-            steps, self.num_logprobs, as_ids=self._as_ids, offset=offset, first_token=first_token
+            entries, self._num_logprobs, as_ids=self._as_ids, offset=offset, first_token=first_token
         )
 
 
 async def prepare_completion(service: Service, body: bytes, arrival: Arrival) -> CompletionJob:
     """Raises ApiError."""
-    fields = await service.parse(CompletionFields, body)
+    fields = await service.parse(CompletionFields, body, arrival)
     check_choice_fields(fields)
     n = check_n(fields.n, service.config)
-    if fields.best_of not in (None, n):
-        raise unsupported("best_of", f"best_of must equal n ({n}): this server returns every choice that it samples")
+    num_sampled = _num_sampled(fields, n, service.config)
     if fields.suffix:
         raise unsupported("suffix", "this server does not insert before a suffix: leave it out")
     echoes_logprobs = bool(fields.echo) and fields.logprobs is not None
-    if echoes_logprobs and fields.stream:
-        raise unsupported("echo", "echo with logprobs does not come in a stream: leave one of the three out")
     given = prompt_list(fields.prompt, service.config)
     params = sampling_params(
         fields,
         service.config,
-        n=n,
+        n=num_sampled,
         response_format=fields.response_format,
         max_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
-        logprobs=fields.logprobs,
-        prompt_logprobs=fields.prompt_logprobs
-        if fields.prompt_logprobs is not None or not echoes_logprobs
-        else fields.logprobs,
+        logprobs=0 if fields.logprobs is None and num_sampled > n else fields.logprobs,  # to choose the likeliest
+        prompt_logprobs=max(
+            (k for k in (fields.prompt_logprobs, fields.logprobs if echoes_logprobs else None) if k is not None),
+            default=None,
+        ),
     )
 
     def work() -> tuple[list[list[int]], list[str], list[str]]:
         service.engine.engine.check_grammar(params)
         special = fields.add_special_tokens is not False
-        ids = [service.text.prompt_ids(prompt, add_special_tokens=special) for prompt in given]
+        domain = service.memo_domain(arrival.caller, fields.cache_salt)
+        ids = [service.text.prompt_ids(one, add_special_tokens=special, memo_domain=domain) for one in given]
         if not fields.echo:
             return ids, [""] * len(ids), []
         hide = fields.skip_special_tokens is not False
@@ -115,21 +125,31 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
         firsts = [f"token_id:{one[0]}" if as_ids else service.text.decode(one[:1]) for one in ids]
         return ids, echoes, firsts if echoes_logprobs else []
 
-    prompts, echoes, first_tokens = await service.on_worker("prompt", work, ENGINE_NAMES)
-    return CompletionJob(service, fields, arrival, prompts, echoes, first_tokens, params)
+    prompts, echoes, first_tokens = await service.on_worker("prompt", arrival.tokenizing(work), ENGINE_NAMES)
+    return CompletionJob(service, fields, arrival, prompts, echoes, first_tokens, params, n=n)
 
 
-def prompt_list(prompt: Any, config: ServerConfig) -> list[str | list[int]]:
+def _num_sampled(fields: CompletionFields, n: int, config: ServerConfig) -> int:
+    """How many choices are sampled, of which the n likeliest are given. Raises ApiError."""
+    best_of = n if fields.best_of is None else fields.best_of
+    if not n <= best_of <= config.max_n:
+        raise invalid("best_of", f"best_of must be from n ({n}) to {config.max_n}, got {best_of}")
+    if best_of > n and fields.stream:
+        raise unsupported("best_of", "which choices are the best is known at the end only: leave best_of or stream out")
+    return best_of
+
+
+def prompt_list(prompt: Any, config: ServerConfig, field: str = "prompt") -> list[str | list[int]]:
     """Text, token ids, or a list of those, as a list. Whether ids are integers is checked later. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise invalid("prompt", "prompt must be a string, a list of token ids, or a non-empty list of those")
+        raise invalid(field, f"{field} must be a string, a list of token ids, or a non-empty list of those")
     if not isinstance(prompt[0], str | list):
         return [prompt]
     if len(prompt) > config.max_prompts:
-        raise invalid("prompt", f"prompt holds {len(prompt)} prompts, at most {config.max_prompts} are allowed")
+        raise invalid(field, f"{field} holds {len(prompt)} prompts, at most {config.max_prompts} are allowed")
     for index, one in enumerate(prompt):
         if not isinstance(one, str | list):
-            raise invalid("prompt", f"prompt {index} of the list must be a string or a list of token ids")
+            raise invalid(field, f"{field} {index} of the list must be a string or a list of token ids")
     return prompt

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from anaphora.errors import ConfigError
 
-_MAY_BE_ZERO = ("max_queue",)
+_MAY_BE_ZERO = ("max_queue", "token_memo_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,9 @@ class ServerConfig:
     drain_timeout_s: after SIGTERM, how long running requests may take to finish.
     max_body_bytes, max_prompts, max_n, max_messages, max_tools, max_logit_bias, max_stop_chars: of one request; the
         last is characters of one stop string.
+    max_embedding_rows: of one embedding request: an input is a row, with pooling `token` each of its tokens.
     num_text_workers: threads that tokenise and render.
+    token_memo_bytes: for pieces of text and their tokens, so that what comes again is not tokenised again; 0: no memo.
     share_cache: groups of tenants who agreed to share cached beginnings; without a key file it means nothing.
     open_metrics: with a key file, let anybody read /metrics; else it needs an admin key.
 
@@ -40,7 +42,9 @@ class ServerConfig:
     max_tools: int = 128
     max_logit_bias: int = 1024
     max_stop_chars: int = 1024
+    max_embedding_rows: int = 2048
     num_text_workers: int = 2
+    token_memo_bytes: int = 64 * 1024 * 1024
     share_cache: tuple[frozenset[str], ...] = ()
     open_metrics: bool = False
 

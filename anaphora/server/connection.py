@@ -55,7 +55,10 @@ class Connection:
             continue
 
     async def send_json(self, status: int, document: Any, headers: Mapping[str, str] | None = None) -> None:
-        body = json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+        await self.send_encoded(status, json.dumps(document, ensure_ascii=False, allow_nan=False).encode(), headers)
+
+    async def send_encoded(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """body: JSON."""
         await self._begin(
             status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )

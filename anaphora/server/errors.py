@@ -24,7 +24,10 @@ _LONGEST_MESSAGE = 1000  # characters: a message may quote what the client sent
 
 
 class ApiError(Exception):
-    """What one HTTP request gets instead of its reply. param: the field that is to blame, if one is."""
+    """What one HTTP request gets instead of its reply.
+
+    param: the field that is to blame, if one is. extra: what the body says beside the error.
+    """
 
     def __init__(
         self,
@@ -34,17 +37,20 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]} ...")
         self.status = status
         self.param = param
         self.code = code
         self.headers = headers
+        self._extra = extra or {}
 
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {**self._extra, "error": error}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, headers=self.headers)
@@ -77,11 +83,12 @@ def as_api_error(error: AnaphoraError, *, prompt: str, names: Mapping[str, str] 
     """An error of the engine as a reply.
 
     prompt: what this endpoint calls its prompt. names: fields of SamplingParams that this endpoint calls otherwise;
-    their errors begin with the field.
+    their errors begin with the field. Only errors about this very request are quoted: what others did to the engine may
+    stand in the rest, which is for the log.
     """
     message = str(error)
     if isinstance(error, EngineStoppedError):
-        return ApiError(503, message, code="engine_stopped")
+        return ApiError(503, "the engine has stopped: nothing is served any more", code="engine_stopped")
     if isinstance(error, PromptTooLongError):
         return invalid(prompt, message, "context_length_exceeded")
     if isinstance(error, EmptyPromptError | InvalidTokenError):
@@ -89,4 +96,4 @@ def as_api_error(error: AnaphoraError, *, prompt: str, names: Mapping[str, str] 
     if isinstance(error, RequestError):
         field = message.partition(" ")[0]
         return invalid((names or {}).get(field, field) if field in _ENGINE_FIELDS else prompt, message)
-    return ApiError(500, message, code="internal_error")
+    return ApiError(500, "internal error", code="internal_error")

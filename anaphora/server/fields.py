@@ -48,8 +48,10 @@ class GenerationFields(RequestFields):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    cache_priority: int | None = None
+    pin_ttl_s: float | None = None
     return_token_ids: bool | None = None
-    return_timing: bool | None = None
+    return_timings: bool | None = None
 
     # Accepted and without effect: none of them may change the output.
     user: str | None = None
@@ -111,6 +113,18 @@ class ResponsesFields(GenerationFields):
     include: Any = None
     reasoning: dict[str, Any] | None = None
     truncation: str | None = None
+
+
+class EmbeddingFields(RequestFields):
+    input: Any = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    user: str | None = None  # accepted and without effect
 
 
 class TokenizeFields(ConversationFields):

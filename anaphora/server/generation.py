@@ -14,15 +14,17 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from anaphora.engine.async_engine import AsyncEngine, NewRequest, RequestGroup
 from anaphora.engine.outputs import RequestOutput, StepOutput
+from anaphora.engine.ttft import TtftParts
 from anaphora.errors import AnaphoraError, EngineStoppedError
 from anaphora.server.access_log import log_request
+from anaphora.server.arrival import Arrival
 from anaphora.server.config import ServerConfig
 from anaphora.server.connection import HEARTBEAT, ClientGoneError, Connection, event
 from anaphora.server.errors import ApiError, as_api_error, invalid
@@ -35,15 +37,6 @@ LAST_WORDS_S = 2.0
 """How long a client may take to receive an error."""
 
 
-@dataclass(slots=True)
-class Arrival:
-    """What is known of a request before its body is. Times by the engine's clock."""
-
-    caller: Caller
-    arrival_s: float
-    tokenized_s: float | None = None
-
-
 class Job(ABC):
     """One parsed and tokenised request: what to run, and how to say what came of it."""
 
@@ -51,10 +44,14 @@ class Job(ABC):
     stream: bool
     prompt_field: str
     names: Mapping[str, str]
+    count_field: str = "n"  # which field asks for many outputs
 
     @abstractmethod
     def reply(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole reply."""
+
+    async def send_reply(self, connection: Connection, outputs: Sequence[RequestOutput]) -> None:
+        await connection.send_json(200, self.reply(outputs))
 
     def first_events(self) -> Iterable[bytes]:
         """What a stream says before anything is generated."""
@@ -147,18 +144,20 @@ class _Exchange:
         self._group: RequestGroup | None = None
         self._places_taken = 0
         self._token_s: dict[int, float] = {}  # when each request's last token came
+        self._ttft_parts: dict[int, TtftParts] = {}
 
     async def run(self) -> str:
         """The outcome. Raises ApiError, ClientGoneError."""
         endpoint = self._endpoint
         caller = endpoint.authenticate(self._connection.scope)
-        self.arrival = Arrival(caller, endpoint.engine.engine.clock())
+        self.arrival = Arrival(caller, endpoint.engine.engine.clock)
         if not endpoint.engine.is_running:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
         self._take_places(1)
         try:
             async with asyncio.timeout(endpoint.config.request_timeout_s):
                 body = await self._connection.body(endpoint.config.max_body_bytes)
+                self.arrival.received()
                 await self._until_gone(self._answer(body, self.arrival))
         except TimeoutError:
             seconds = endpoint.config.request_timeout_s
@@ -203,27 +202,26 @@ class _Exchange:
     async def _answer(self, body: bytes, arrival: Arrival) -> None:
         engine = self._endpoint.engine
         self._job = job = await self._endpoint.prepare(body, arrival)
-        arrival.tokenized_s = engine.engine.clock()
         if len(job.requests) > self._endpoint.places.limit:
             message = (
                 f"the request asks for {len(job.requests)} outputs, this server takes {self._endpoint.places.limit}"
             )
-            raise invalid("n", message)
+            raise invalid(job.count_field, message)
         self._take_places(len(job.requests) - 1)
         self.outputs = [None] * len(job.requests)
-        self._group = engine.submit(job.requests, arrival_s=arrival.arrival_s)
+        self._group = engine.submit(job.requests, arrival_s=arrival.arrival_s, before=arrival.parts)
         try:
             await self._group.accepted()
         except AnaphoraError as error:
             raise as_api_error(error, prompt=job.prompt_field, names=job.names) from None
         if job.stream:
-            await self._stream(job, self._group)
+            await self._stream(job, self._group, arrival)
         else:
             while batch := await self._receive(self._group):
-                self._note(batch)
-            await self._connection.send_json(200, job.reply(self.finished_outputs))
+                self._note(batch, arrival)
+            await job.send_reply(self._connection, self.finished_outputs)
 
-    async def _stream(self, job: Job, group: RequestGroup) -> None:
+    async def _stream(self, job: Job, group: RequestGroup, arrival: Arrival) -> None:
         connection = self._connection
         await connection.begin_stream()
         await connection.send_events(job.first_events())
@@ -236,8 +234,8 @@ class _Exchange:
                 continue
             if not batch:
                 break
-            self._note(batch)
-            await connection.send_events(data for index, step in batch for data in job.step_events(index, step))
+            steps = self._note(batch, arrival)
+            await connection.send_events(data for index, step in steps for data in job.step_events(index, step))
         await connection.send_events(job.last_events(self.finished_outputs))
         await connection.end_stream(job.end_mark)
 
@@ -247,21 +245,34 @@ class _Exchange:
         except EngineStoppedError as error:
             raise as_api_error(error, prompt="") from None
 
-    def _note(self, batch: Sequence[tuple[int, StepOutput]]) -> None:
-        """Keep what finished, time what arrived. Raises ApiError if one of the requests failed."""
-        now_s = self._endpoint.engine.engine.clock()
+    def _note(self, batch: Sequence[tuple[int, StepOutput]], arrival: Arrival) -> list[tuple[int, StepOutput]]:
+        """Keep what finished, time what arrived: until now, not until the step ended. The same, with those times.
+
+        Raises ApiError if one of the requests failed.
+        """
+        metrics, now_s = self._endpoint.metrics, self._endpoint.engine.engine.clock()
+        steps = []
         for index, step in batch:
-            if step.token_ids:
-                since_s = self._token_s.get(index)
-                if since_s is None and self.arrival is not None:
-                    self._endpoint.metrics.first_token(now_s - self.arrival.arrival_s)
-                elif since_s is not None:
-                    self._endpoint.metrics.next_token(now_s - since_s)
-                self._token_s[index] = now_s
+            if step.ttft_parts is not None:
+                self._ttft_parts[index] = parts = step.ttft_parts.until(now_s - arrival.arrival_s)
+                metrics.first_token(parts)
+            elif step.token_ids:
+                metrics.next_token(now_s - self._token_s[index])
+            self._token_s[index] = now_s
             if step.output is not None:
-                self.outputs[index] = step.output
-                if step.output.error is not None:
-                    raise ApiError(500, f"the request failed: {step.output.error}", code="generation_failed")
+                output = self._as_delivered(index, step.output, now_s - arrival.arrival_s)
+                self.outputs[index] = output
+                if output.error is not None:
+                    _logger.error("a request failed in the engine: %s", output.error)  # may tell of others in its step
+                    raise ApiError(500, "the model failed on this request", code="generation_failed")
+                step = replace(step, output=output)
+            steps.append((index, step))
+        return steps
+
+    def _as_delivered(self, index: int, output: RequestOutput, e2e_s: float) -> RequestOutput:
+        parts = self._ttft_parts.get(index)
+        ttft_s = None if parts is None else parts.total_s
+        return replace(output, metrics=replace(output.metrics, e2e_s=e2e_s, ttft_s=ttft_s, ttft_parts=parts))
 
     @property
     def finished_outputs(self) -> list[RequestOutput]:

@@ -6,6 +6,7 @@ Names follow vLLM's where the meaning is the same. Knows prometheus-client and a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,9 +14,12 @@ from prometheus_client.registry import Collector
 
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.outputs import RequestOutput
+from anaphora.engine.ttft import TtftParts
+from anaphora.server.what_if_metrics import what_if_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_PARTS = tuple(field.name.removesuffix("_s") for field in fields(TtftParts))
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 
 _COUNTERS = (
@@ -72,12 +76,15 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "anaphora:kv_cache_usage_perc", "Share of blocks held by requests, 0 to 1.", value=usage
         )
+        pool_tokens = gauges.num_total_blocks * self._engine.engine.block_size
+        yield GaugeMetricFamily("anaphora:kv_cache_tokens", "Tokens that all blocks together hold.", value=pool_tokens)
         for state, number, text in (
             ("running", gauges.num_running, "Requests that hold blocks."),
             ("waiting", gauges.num_waiting + gauges.num_following, "Requests that wait to be admitted."),
             ("following", gauges.num_following, "Among those that wait: for a beginning that another computes."),
         ):
             yield GaugeMetricFamily(f"anaphora:num_requests_{state}", text, value=number)
+        yield from what_if_metrics(stats)
 
 
 class Metrics:
@@ -89,8 +96,15 @@ class Metrics:
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of one request.")
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.")
-        self._queue = self._histogram("request_queue_time_seconds", "From arrival to admission, tokenising included.")
-        self._tokenize = self._histogram("request_tokenize_time_seconds", "Parsing, rendering and tokenising.")
+        self._parts = Histogram(
+            "anaphora:time_to_first_token_part_seconds",
+            "What the time to first token was spent on; the parts of a request add up to it.",
+            ["part"],
+            buckets=(0.0001, 0.0002, 0.0005, *_LATENCY),
+            registry=self._registry,
+        )
+        for part in _PARTS:
+            self._parts.labels(part)
         self._outcomes = Counter(
             "anaphora:http_requests",
             "HTTP requests to generating endpoints by how they ended.",
@@ -98,11 +112,10 @@ class Metrics:
             registry=self._registry,
         )
 
-    def tokenized(self, seconds: float) -> None:
-        self._tokenize.observe(seconds)
-
-    def first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
+    def first_token(self, parts: TtftParts) -> None:
+        self._ttft.observe(parts.total_s)
+        for name, seconds in asdict(parts).items():
+            self._parts.labels(name.removesuffix("_s")).observe(seconds)
 
     def next_token(self, seconds: float) -> None:
         self._itl.observe(seconds)
@@ -111,10 +124,7 @@ class Metrics:
         """One HTTP request has ended; outputs: of those of its requests that finished."""
         self._outcomes.labels(endpoint, outcome).inc()
         for output in outputs:
-            if output.metrics.e2e_s is not None:
-                self._e2e.observe(output.metrics.e2e_s)
-            if output.metrics.queue_s is not None:
-                self._queue.observe(output.metrics.queue_s)
+            self._e2e.observe(output.metrics.e2e_s)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

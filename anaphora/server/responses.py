@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -10,14 +11,15 @@ from typing import Any
 from anaphora.engine.async_engine import NewRequest
 from anaphora.engine.outputs import RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
+from anaphora.server.arrival import Arrival
 from anaphora.server.connection import event
 from anaphora.server.errors import ApiError, invalid, unsupported
 from anaphora.server.fields import ResponsesFields
-from anaphora.server.generation import Arrival, Job
+from anaphora.server.generation import Job
 from anaphora.server.messages import template_messages
 from anaphora.server.sampling import ENGINE_NAMES, check_salt, sampling_params
 from anaphora.server.service import Service
-from anaphora.server.shapes import timing
+from anaphora.server.shapes import timings
 
 _NAMES = dict(ENGINE_NAMES) | {"max_tokens": "max_output_tokens", "json_schema": "text", "regex": "text"}
 
@@ -37,12 +39,12 @@ class ResponsesJob(Job):
     ) -> None:
         self.stream = bool(fields.stream)
         salt = service.domains.salt(arrival.caller, fields.cache_salt)
-        self.requests = [NewRequest(prompt, params, cache_salt=salt, priority=fields.priority or 0)]
+        tenant = arrival.caller.tenant
+        self.requests = [NewRequest(prompt, params, cache_salt=salt, priority=fields.priority or 0, tenant=tenant)]
         self._fields = fields
-        self._arrival = arrival
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -56,7 +58,7 @@ class ResponsesJob(Job):
             "store": False,
             "temperature": params.temperature,
             "text": fields.text or {"format": {"type": "text"}},
-            "tool_choice": "auto",
+            "tool_choice": fields.tool_choice or "auto",
             "tools": [],
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -75,8 +77,8 @@ class ResponsesJob(Job):
         }
         if self._fields.return_token_ids:
             reply |= {"prompt_token_ids": list(output.prompt_token_ids), "token_ids": list(completion.token_ids)}
-        if self._fields.return_timing and self._arrival.tokenized_s is not None:
-            reply["timing"] = timing(output.metrics, self._arrival.tokenized_s - self._arrival.arrival_s)
+        if self._fields.return_timings:
+            reply["timings"] = timings(outputs)
         return reply
 
     def first_events(self) -> Iterable[bytes]:
@@ -101,6 +103,9 @@ class ResponsesJob(Job):
 
     def error_events(self, error: ApiError) -> Iterable[bytes]:
         yield self._event("error", code=error.code, message=str(error), param=error.param)
+        said = {"code": "server_error", "message": str(error)}  # one of the codes that a response may have
+        failed = {**self._head, "status": "failed", "incomplete_details": None, "output": [], "usage": None}
+        yield self._event("response.failed", response=failed | {"error": said})
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
@@ -128,9 +133,10 @@ class ResponsesJob(Job):
 
 async def prepare_response(service: Service, body: bytes, arrival: Arrival) -> ResponsesJob:
     """Raises ApiError."""
-    fields = await service.parse(ResponsesFields, body)
+    fields = await service.parse(ResponsesFields, body, arrival)
     check_salt(fields.cache_salt)
     _check_unsupported(fields)
+    _check_echoed(fields)
     items = _items(fields.input, service.config.max_messages)
     wanted = fields.max_output_tokens
     params = sampling_params(
@@ -147,9 +153,10 @@ async def prepare_response(service: Service, body: bytes, arrival: Arrival) -> R
         text = service.text.render(
             before + template_messages(items, "input"), tools=None, add_generation_prompt=True, template_options=None
         )
-        return service.text.prompt_ids(text, add_special_tokens=False)
+        domain = service.memo_domain(arrival.caller, fields.cache_salt)
+        return service.text.prompt_ids(text, add_special_tokens=False, memo_domain=domain)
 
-    prompt = await service.on_worker("input", work, _NAMES)
+    prompt = await service.on_worker("input", arrival.tokenizing(work), _NAMES)
     room = params if wanted is not None else service.with_room(params, len(prompt))
     return ResponsesJob(service, fields, arrival, prompt, room)
 
@@ -195,3 +202,12 @@ def _check_unsupported(fields: ResponsesFields) -> None:
     ):
         if getattr(fields, name) not in harmless:
             raise unsupported(name, f"this server cannot honour {name}: leave it out")
+
+
+def _check_echoed(fields: ResponsesFields) -> None:
+    """What comes back in the reply as it was sent: JSON text may say NaN or 1e999, and no reply can."""
+    for name in ("metadata", "text"):
+        try:
+            json.dumps(getattr(fields, name), allow_nan=False)
+        except ValueError:
+            raise invalid(name, f"{name} holds a number that is not finite: leave it out") from None

@@ -25,7 +25,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last: a name that can be no host's
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from error
     return listener
@@ -45,6 +45,7 @@ class Server(uvicorn.Server):
             access_log=False,
             log_config=None,
             server_header=False,
+            ws="none",
             timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
         )
         super().__init__(config)

@@ -30,6 +30,8 @@ _SAME_NAME = (
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "cache_priority",
+    "pin_ttl_s",
 )
 
 

@@ -11,6 +11,7 @@ from starlette.types import Scope
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.errors import RequestError
 from anaphora.sampling_params import SamplingParams
+from anaphora.server.arrival import Arrival
 from anaphora.server.config import ServerConfig
 from anaphora.server.errors import ApiError, as_api_error
 from anaphora.server.fields import ConversationFields, RequestFields, parse_fields
@@ -55,10 +56,17 @@ class Service:
             raise ApiError(403, "this needs an admin key", code="admin_key_required")
         return caller
 
-    async def parse(self, kind: type[_Fields], body: bytes) -> _Fields:
-        """A body as its model; a large one beside the event loop. Raises ApiError."""
+    def memo_domain(self, caller: Caller, cache_salt: str | None) -> str:
+        """Who may learn what was tokenised before: those who share cached beginnings. No salt of a client is empty."""
+        return self.domains.salt(caller, cache_salt) or ""
+
+    async def parse(self, kind: type[_Fields], body: bytes, arrival: Arrival | None = None) -> _Fields:
+        """A body as its model; a large one beside the event loop. arrival: what takes the time. Raises ApiError."""
+        parse: Callable[[type[_Fields], bytes], _Fields] = parse_fields
+        if arrival is not None:
+            parse = arrival.tokenizing(parse)
         small = len(body) <= _SMALL_BODY_BYTES
-        fields = parse_fields(kind, body) if small else await self.engine.in_worker(parse_fields, kind, body)
+        fields = parse(kind, body) if small else await self.engine.in_worker(parse, kind, body)
         if fields.model is not None and fields.model != self.model_name:
             message = f"this server has no model {fields.model!r}, it serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from anaphora.engine.outputs import Logprob, RequestMetrics, RequestOutput
+from anaphora.engine.outputs import Logprob, PromptLogprobs, RequestOutput
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -32,21 +33,28 @@ def usage_of(outputs: Sequence[RequestOutput], n: int) -> dict[str, Any]:
     )
 
 
-def timing(metrics: RequestMetrics, tokenize_s: float) -> dict[str, float | None]:
-    """Where the time of one request went. tokenize_s + queue_s + prefill_s + decode_s == e2e_s.
+def timings(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Where the time of a reply went, in ms: the parts add up to ttft_ms, ttft_ms and decode_ms to e2e_ms.
 
-    tokenize_s: reading the body, parsing, rendering, tokenising. queue_s: from there to the admission.
-    prefill_s: to the first token; the look-up, the prompt's computed part and the first sample. decode_s: to the end.
+    Of the first output until its first token, then to the end of the last one. Nothing is known before the end without
+    a token. Rounded to a tenth of a millisecond; the sums are those of the rounded values.
     """
-    queue_s, ttft_s, e2e_s = metrics.queue_s, metrics.ttft_s, metrics.e2e_s
+    first, e2e_s = outputs[0].metrics, max(output.metrics.e2e_s for output in outputs)
+    if first.ttft_parts is None:
+        return {"ttft_parts_ms": None, "ttft_ms": None, "decode_ms": None, "e2e_ms": _ms(e2e_s)}
+    parts = {name.removesuffix("_s"): _ms(seconds) for name, seconds in asdict(first.ttft_parts).items()}
+    ttft_ms = round(sum(parts.values()), 1)
+    decode_ms = _ms(e2e_s - first.ttft_parts.total_s)
     return {
-        "tokenize_s": tokenize_s,
-        "queue_s": None if queue_s is None else queue_s - tokenize_s,
-        "prefill_s": None if queue_s is None or ttft_s is None else ttft_s - queue_s,
-        "decode_s": None if ttft_s is None or e2e_s is None else e2e_s - ttft_s,
-        "ttft_s": ttft_s,
-        "e2e_s": e2e_s,
+        "ttft_parts_ms": parts,
+        "ttft_ms": ttft_ms,
+        "decode_ms": decode_ms,
+        "e2e_ms": round(ttft_ms + decode_ms, 1),
     }
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
 
 
 def token_text(token_id: int, entry: Logprob, *, as_id: bool = False) -> str:
@@ -83,10 +91,10 @@ def completion_logprobs(
         offset += len(text)
         top: dict[str, float] = {}
         for index, (other_id, other) in enumerate(step.items()):
-            if index == 0 or (other.rank is not None and other.rank <= num_top):
+            if index == 0 or other.rank <= num_top:
                 name = token_text(other_id, other, as_id=as_ids)
                 top[f"token_id:{other_id}" if name in top else name] = finite(other.logprob)
-        tops.append(top if num_top else None)
+        tops.append(top)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -97,23 +105,24 @@ def chat_logprobs(steps: Sequence[Mapping[int, Logprob]], num_top: int, *, as_id
         (token_id, entry), *_ = step.items()
         top = [
             _chat_entry(other_id, other, as_ids)
-            for other_id, other in sorted(step.items(), key=lambda item: item[1].rank or 0)
-            if other.rank is not None and other.rank <= num_top
+            for other_id, other in sorted(step.items(), key=lambda item: item[1].rank)
+            if other.rank <= num_top
         ]
         content.append({**_chat_entry(token_id, entry, as_ids), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: PromptLogprobs, num_top: int) -> list[dict[str, Any] | None]:
     """vLLM's shape: for each prompt token null (the first) or token id -> logprob, rank, decoded_token."""
     return [
         None
         if entry is None
         else {
             str(token_id): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
-            for token_id, one in entry.items()
+            for index, (token_id, one) in enumerate(entry.items())
+            if index == 0 or one.rank <= num_top
         }
-        for entry in output.prompt_logprobs or ()
+        for entry in entries
     ]
 
 

@@ -60,6 +60,9 @@ def load_api_keys(path: Path) -> ApiKeys:
     entries = _json_entries(path, text) if text.lstrip().startswith("{") else _line_entries(path, text)
     if not entries:
         raise ConfigError(f"the key file {path} holds no key: nobody could call the server")
+    for number, key in enumerate(entries, start=1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(f"key {number} of {path} can be sent in no header: use printable ASCII without spaces")
     return ApiKeys(entries.items())
 
 
@@ -80,7 +83,7 @@ def _line_entries(path: Path, text: str) -> dict[str, Caller]:
 def _json_entries(path: Path, text: str) -> dict[str, Caller]:
     try:
         pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the key file {path} is not valid JSON: {error}") from error
     entries: dict[str, Caller] = {}
     for number, (key, value) in enumerate(pairs, start=1):

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from anaphora.core.eviction import PolicyFactory
 from anaphora.core.eviction.leaf_heap import LeafHeap
-from anaphora.core.ids import BlockId, cdiv
+from anaphora.core.ids import BlockId
 from anaphora.core.prefix_index import PrefixIndex
+from anaphora.sim.chain import replayed_requests
 from anaphora.sim.trace import Trace
 
 OFFLINE_OPTIMUM = "offline"
@@ -32,14 +33,15 @@ class _FarthestNextUse(LeafHeap):
 
 def offline_optimum(trace: Trace, num_blocks: int, block_size: int, *, with_outputs: bool = False) -> PolicyFactory:
     """The policy for one sequential replay of `trace` with the same arguments, from its first request on."""
+    capacity = num_blocks * block_size
+    replayed = list(replayed_requests(trace, block_size, with_outputs=with_outputs))
     next_use_of: dict[int, int] = {}
     next_uses: list[list[int]] = []
-    for number in range(len(trace.requests) - 1, -1, -1):
-        request = trace.requests[number]
-        num_known = request.input_length + (max(request.output_length - 1, 0) if with_outputs else 0)
-        if cdiv(num_known, block_size) > num_blocks:
+    for number in range(len(replayed) - 1, -1, -1):
+        request = replayed[number]
+        if request.num_input_tokens > capacity:
             continue  # refused
-        ids = trace.block_ids(request, block_size)
+        ids = request.block_ids[: min(request.num_known_tokens, capacity) // block_size]
         if ids:
             next_uses.append([next_use_of.get(block_id, _NEVER) for block_id in ids])
             next_use_of.update(dict.fromkeys(ids, number))

@@ -1,4 +1,4 @@
-"""One request after the other through the real cache manager: look up, admit, stage, commit, free. No clock.
+"""One request after the other through the real cache manager: look up, admit, stage, commit, grow, free. No clock.
 
 What a pool of a given size can reuse at best when requests do not overlap. Knows traces and the cache manager's verbs;
 must not know how blocks are kept or evicted.
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.eviction import PolicyFactory
-from anaphora.core.ids import cdiv
 from anaphora.core.request import Request
 from anaphora.sampling_params import SamplingParams
-from anaphora.sim.chain import TraceChain
+from anaphora.sim.chain import TraceChain, replayed_requests
 from anaphora.sim.trace import Trace
 
 Progress = Callable[[int], None]
@@ -28,12 +27,14 @@ class SequentialResult:
     """Tokens and blocks of one replay.
 
     num_prompt_tokens: of the requests that ran; hit + computed. num_refused: requests larger than the pool, which an
-    engine refuses; they are not in any other figure. num_blocks_looked_up: full prompt blocks of the requests that ran.
+    engine refuses; they are not in any other figure. num_cut: outputs that the pool could not hold to their end.
+    num_blocks_looked_up: full prompt blocks of the requests that ran.
     num_evicted_blocks: cached blocks that gave way.
     """
 
     num_requests: int
     num_refused: int
+    num_cut: int
     num_prompt_tokens: int
     num_hit_tokens: int
     num_blocks_looked_up: int
@@ -52,15 +53,12 @@ class SequentialResult:
 class _LengthOnlyRequest(Request):
     """A request whose tokens nobody reads: its length is all that the cache manager asks for besides the chain."""
 
-    __slots__ = ("length",)
+    __slots__ = ("num_tokens",)
+
+    num_tokens: int  # in the place of a property that counts tokens
 
     def __init__(self) -> None:
         super().__init__("replayed", [0], SamplingParams(max_tokens=1))
-        self.length = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.length
 
 
 def replay_sequential(
@@ -75,42 +73,48 @@ def replay_sequential(
 ) -> SequentialResult:
     """Replay a whole trace.
 
-    with_outputs: a request also holds the blocks of its output while it runs; they are worthless after, as generated
-        text has no ids. Without, it holds its prompt only, the partial last block included.
+    with_outputs: a request also computes and commits its output, as in the engine, until the pool can hold no more of
+        it; later prompts hit what the trace has ids for. Without, it has its prompt only, the partial last block
+        included.
     hits: if given, the hit tokens of each request are appended; -1 for a refused one.
     Raises ConfigError.
     """
     trace.check_block_size(block_size)
     cache = CacheManager(num_blocks, block_size, eviction_policy=policy)
+    capacity = cache.capacity_tokens
     request = _LengthOnlyRequest()
-    num_refused = num_prompt_tokens = num_hit_tokens = num_looked_up = 0
-    for number, traced in enumerate(trace.requests, start=1):
+    num_refused = num_cut = num_prompt_tokens = num_hit_tokens = num_looked_up = 0
+    for number, replayed in enumerate(replayed_requests(trace, block_size, with_outputs=with_outputs), start=1):
         if number % _PROGRESS_EVERY == 0:
             progress(_PROGRESS_EVERY)
-        # The last output token is never computed on, so it takes no room.
-        num_known = traced.input_length + max(traced.output_length - 1, 0) * with_outputs
-        if cdiv(num_known, block_size) > num_blocks:
+        length, num_known, block_ids = replayed
+        if length > capacity:
             num_refused += 1
             if hits is not None:
                 hits.append(-1)
             continue
-        request.length = traced.input_length
-        request.chain = TraceChain(trace.block_ids(traced, block_size), block_size)
+        request.num_tokens = length
+        request.chain = TraceChain(block_ids, block_size)
         hit = cache.look_up(request)
         cache.admit(request, hit)
-        if with_outputs:
+        cache.commit(cache.stage(request, length))
+        if num_known > length:
+            if num_known > capacity:
+                num_known = capacity
+                num_cut += 1
             cache.grow(request, num_known)
-        cache.commit(cache.stage(request, traced.input_length))
+            cache.commit(cache.stage(request, num_known))
         cache.free(request)
-        num_prompt_tokens += traced.input_length
+        num_prompt_tokens += length
         num_hit_tokens += hit.num_tokens
-        num_looked_up += len(request.chain.hashes)
+        num_looked_up += length // block_size
         if hits is not None:
             hits.append(hit.num_tokens)
     progress(len(trace.requests) % _PROGRESS_EVERY)
     return SequentialResult(
         num_requests=len(trace.requests) - num_refused,
         num_refused=num_refused,
+        num_cut=num_cut,
         num_prompt_tokens=num_prompt_tokens,
         num_hit_tokens=num_hit_tokens,
         num_blocks_looked_up=num_looked_up,
@@ -118,6 +122,12 @@ def replay_sequential(
     )
 
 
-def unbounded_blocks(trace: Trace, block_size: int) -> int:
+def unbounded_blocks(trace: Trace, block_size: int, *, with_outputs: bool = False) -> int:
     """A pool that never evicts, whatever runs: every distinct block, and the largest request beside them."""
-    return max(1, trace.num_distinct_blocks(block_size) + trace.max_request_blocks(block_size))
+    num_blocks = trace.num_distinct_blocks(block_size, with_outputs=with_outputs)
+    if with_outputs:  # what was generated without ids stays too
+        num_blocks += sum(
+            request.known_length // block_size - len(trace.known_block_ids(request, block_size))
+            for request in trace.requests
+        )
+    return max(1, num_blocks + trace.max_request_blocks(block_size))

@@ -6,7 +6,7 @@ Knows the two ways to replay and what they report; must not know how rows are sh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from anaphora.core.eviction import PolicyFactory, policy_factory
@@ -25,6 +25,7 @@ _PERCENTILES = (50, 90, 99)
 class Sweep:
     """What to run. blocks: pool sizes, empty for seven that lead up to the trace's working set.
 
+    with_outputs: whether a sequential replay computes outputs too; None does if the trace has ids for them.
     Raises ConfigError.
     """
 
@@ -32,7 +33,7 @@ class Sweep:
     block_sizes: Sequence[int] = ()
     policies: Sequence[str] = ("lru",)
     mode: str = "sequential"
-    with_outputs: bool = False
+    with_outputs: bool | None = None
     timed: TimedOptions = field(default_factory=TimedOptions)
 
     def __post_init__(self) -> None:
@@ -47,6 +48,10 @@ class Sweep:
             elif self.mode == "timed":
                 raise ConfigError(f"{OFFLINE_OPTIMUM} knows the order of requests only in sequential mode")
 
+    def counts_outputs(self, trace: Trace) -> bool:
+        """Timed replays generate always."""
+        return self.mode == "timed" or (trace.has_output_ids if self.with_outputs is None else self.with_outputs)
+
     def block_sizes_of(self, trace: Trace) -> Sequence[int]:
         return self.block_sizes or (trace.block_size,)
 
@@ -54,7 +59,8 @@ class Sweep:
         """The pool sizes asked for, or the largest request's own and up, halving from the working set down."""
         if self.blocks:
             return self.blocks
-        low, high = trace.max_request_blocks(block_size), max(1, trace.num_distinct_blocks(block_size))
+        low = trace.max_request_blocks(block_size)
+        high = max(1, trace.num_distinct_blocks(block_size, with_outputs=self.counts_outputs(trace)))
         return sorted({max(low, high // share, 1) for share in _DEFAULT_SHARES})
 
     def num_replays(self, trace: Trace) -> int:
@@ -66,9 +72,11 @@ class Sweep:
 def run_sweep(trace: Trace, sweep: Sweep, progress: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
     """Plain data: about the trace, and for each block size a bound and one row a point. Raises ConfigError."""
     sizes = []
+    with_outputs = sweep.counts_outputs(trace)
     for block_size in sweep.block_sizes_of(trace):
         trace.check_block_size(block_size)
-        bound = replay_sequential(trace, unbounded_blocks(trace, block_size), block_size, progress=progress)
+        most = unbounded_blocks(trace, block_size, with_outputs=with_outputs)
+        bound = replay_sequential(trace, most, block_size, with_outputs=with_outputs, progress=progress)
         rows = [
             _point(trace, sweep, policy, num_blocks, block_size, progress)
             for policy in sweep.policies
@@ -78,7 +86,7 @@ def run_sweep(trace: Trace, sweep: Sweep, progress: Callable[[int], None] = lamb
             {
                 "block_size": block_size,
                 "exact": block_size % trace.block_size == 0,
-                "num_distinct_blocks": trace.num_distinct_blocks(block_size),
+                "num_distinct_blocks": trace.num_distinct_blocks(block_size, with_outputs=with_outputs),
                 "unbounded_hit_rate": bound.hit_rate,
                 "points": rows,
             }
@@ -88,7 +96,10 @@ def run_sweep(trace: Trace, sweep: Sweep, progress: Callable[[int], None] = lamb
         "num_requests": len(trace.requests),
         "num_skipped_lines": trace.num_skipped,
         "num_input_tokens": trace.num_input_tokens,
+        "recorded_hit_rate": trace.recorded_hit_rate,
         "mode": sweep.mode,
+        "with_outputs": with_outputs,
+        "cost_model": asdict(sweep.timed.cost_model) if sweep.mode == "timed" else None,
         "block_sizes": sizes,
     }
 
@@ -98,11 +109,12 @@ def _point(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"policy": policy, "num_blocks": num_blocks}
     made: str | PolicyFactory = policy
+    with_outputs = sweep.counts_outputs(trace)
     if policy == OFFLINE_OPTIMUM:
-        made = offline_optimum(trace, num_blocks, block_size, with_outputs=sweep.with_outputs)
+        made = offline_optimum(trace, num_blocks, block_size, with_outputs=with_outputs)
     if sweep.mode == "timed":
         return row | _timed_row(replay_timed(trace, num_blocks, block_size, made, sweep.timed, progress=progress))
-    result = replay_sequential(trace, num_blocks, block_size, made, with_outputs=sweep.with_outputs, progress=progress)
+    result = replay_sequential(trace, num_blocks, block_size, made, with_outputs=with_outputs, progress=progress)
     return row | {
         "hit_rate": result.hit_rate,
         "num_prompt_tokens": result.num_prompt_tokens,
@@ -110,6 +122,7 @@ def _point(
         "num_computed_tokens": result.num_computed_tokens,
         "num_evicted_blocks": result.num_evicted_blocks,
         "num_refused_requests": result.num_refused,
+        "num_cut_requests": result.num_cut,
     }
 
 

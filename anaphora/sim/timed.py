@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.eviction import PolicyFactory
-from anaphora.core.ids import BlockId
 from anaphora.core.plan import StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
 from anaphora.core.stats import Counters
 from anaphora.errors import ConfigError, PromptTooLongError
 from anaphora.sampling_params import SamplingParams
-from anaphora.sim.chain import TraceChain
+from anaphora.sim.chain import TraceChain, replayed_requests
 from anaphora.sim.cost_model import CostModel
 from anaphora.sim.executor import SimulatedExecutor
 from anaphora.sim.trace import Trace
@@ -49,13 +48,17 @@ class TimedOptions:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Seconds on the virtual clock, from the beginning of the trace; compute_s is a duration. See the module."""
+    """Seconds on the virtual clock, from the beginning of the trace; compute_s is a duration. See the module.
+
+    num_cached_tokens: the hit at first admission.
+    """
 
     arrival_s: float
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     finished_s: float = 0.0
     compute_s: float = 0.0
+    num_cached_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -89,15 +92,10 @@ class _TraceCacheManager(CacheManager):
 
     def __init__(self, num_blocks: int, block_size: int, policy: str | PolicyFactory) -> None:
         super().__init__(num_blocks, block_size, eviction_policy=policy)
-        self.next_block_ids: list[int] = []
+        self.next_chain = TraceChain([], block_size)
 
     def register(self, request: Request) -> None:
-        request.chain = TraceChain(self.next_block_ids, self.block_size)
-
-    def stage(self, request: Request, num_computed_tokens: int) -> list[BlockId]:
-        """Blocks of generated text have no ids: they are never findable."""
-        assert request.chain is not None, "register gave it one"
-        return super().stage(request, min(num_computed_tokens, len(request.chain.hashes) * self.block_size))
+        request.chain = self.next_chain
 
 
 class _Replay:
@@ -110,6 +108,7 @@ class _Replay:
             cache, max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs
         )
         self.cost_model = options.cost_model
+        self.replayed = replayed_requests(trace, cache.block_size, with_outputs=True)
         self.executor = SimulatedExecutor(options.cost_model)
         self.arrival_scale = options.arrival_scale
         self.now_s = 0.0
@@ -132,7 +131,9 @@ class _Replay:
             traced = self.trace.requests[number]
             params = SamplingParams(max_tokens=max(1, traced.output_length), ignore_eos=True)
             request = Request(str(number), array("I", bytes(4 * traced.input_length)), params)
-            self.cache.next_block_ids = self.trace.block_ids(traced, self.cache.block_size)
+            block_size = self.cache.block_size
+            block_ids = next(self.replayed).block_ids
+            self.cache.next_chain = TraceChain(block_ids, block_size, traced.input_length // block_size)
             try:
                 self.scheduler.add(request)
             except PromptTooLongError:
@@ -172,6 +173,7 @@ class _Replay:
             self.before_first_token.discard(update.request.request_id)
         if update.finish_reason is not None:
             times.finished_s = self.now_s
+            times.num_cached_tokens = update.request.num_cached_tokens
             self.num_cut += update.request.num_output_tokens < update.request.sampling.max_tokens
 
 
@@ -184,7 +186,7 @@ def replay_timed(
     *,
     progress: Callable[[int], None] = lambda done: None,
 ) -> TimedResult:
-    """Replay a whole trace. Outputs have the trace's lengths and are never shared: generated text has no ids.
+    """Replay a whole trace. Outputs have the trace's lengths, and are shared where it has ids for them.
 
     Raises ConfigError.
     """

@@ -1,16 +1,18 @@
-"""HA3: scoring a prompt that is already cached. Steps 1 to 5 and 7; embeddings are not offered."""
+"""HA3: scoring a prompt that is already cached. Steps 1 to 5 and 7; step 6 is in test_ha03_embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from subject import TOLERANCE, Comparison, cap, cold, gen, params, start, transformers_logprobs
 from tiny_llama import ids
 
-from anaphora import LLM, SamplingParams
+from anaphora import SamplingParams
 from anaphora.engine.outputs import Logprob, RequestOutput
 
+Start = Callable[..., Any]
 P = ids(2300, 70)
 Q = P[:48] + ids(2301, 22)
 NUM_OUTPUTS = 4
@@ -20,7 +22,7 @@ def scoring(k: int, max_tokens: int = NUM_OUTPUTS) -> SamplingParams:
     return params(max_tokens, prompt_logprobs=k)
 
 
-def score(llm: LLM, prompt: Sequence[int], k: int, max_tokens: int = NUM_OUTPUTS) -> RequestOutput:
+def score(llm: Any, prompt: Sequence[int], k: int, max_tokens: int = NUM_OUTPUTS) -> RequestOutput:
     return llm.generate([list(prompt)], scoring(k, max_tokens))[0]
 
 
@@ -46,10 +48,14 @@ def assert_scores(output: RequestOutput, prompt: Sequence[int], k: int) -> None:
             assert abs(entry[other].logprob - float(right[position, other])) < TOLERANCE
 
 
-@pytest.mark.parametrize("tokens_per_step", [512, 7, 16, 17])
+@pytest.mark.parametrize(
+    ("fresh", "tokens_per_step"),
+    [*(("python", size) for size in (512, 7, 16, 17)), ("http", 512)],
+    indirect=["fresh"],
+)
 @pytest.mark.parametrize("k", [0, 1, 5])
-def test_a_cached_prompt_is_scored_as_a_cold_one(k: int, tokens_per_step: int) -> None:
-    llm, comparison = start(max_num_batched_tokens=tokens_per_step), Comparison()
+def test_a_cached_prompt_is_scored_as_a_cold_one(fresh: Start, k: int, tokens_per_step: int) -> None:
+    llm, comparison = fresh(max_num_batched_tokens=tokens_per_step), Comparison()
     gen(llm, P, NUM_OUTPUTS)
     gen(llm, Q, NUM_OUTPUTS)
     assert gen(llm, P, NUM_OUTPUTS).num_cached_tokens == 64  # GUARD
@@ -68,8 +74,8 @@ def test_a_cached_prompt_is_scored_as_a_cold_one(k: int, tokens_per_step: int) -
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 64, 65])
-def test_echo_at_block_borders_with_and_without_output(length: int) -> None:
-    llm, comparison = start(), Comparison()
+def test_echo_at_block_borders_with_and_without_output(fresh: Start, length: int) -> None:
+    llm, comparison = fresh(), Comparison()
     prompt = P[:length]
     gen(llm, prompt)
     output = score(llm, prompt, 1)
@@ -85,8 +91,8 @@ def test_echo_at_block_borders_with_and_without_output(length: int) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
-def test_others_in_the_batch_still_hit(order: tuple[int, ...]) -> None:
-    llm, comparison = start(), Comparison()
+def test_others_in_the_batch_still_hit(fresh: Start, order: tuple[int, ...]) -> None:
+    llm, comparison = fresh(), Comparison()
     gen(llm, P, NUM_OUTPUTS)
     gen(llm, Q, NUM_OUTPUTS)
     asked = [(P, scoring(5), 0), (P, params(NUM_OUTPUTS), 64), (Q, params(NUM_OUTPUTS), 64)]

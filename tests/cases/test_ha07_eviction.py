@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from subject import Comparison, blocks, cap, cold, gen, gen_all, params, start
 from tiny_llama import ids
 
+Start = Callable[..., Any]
 USABLE = 40
 
 
@@ -15,10 +18,11 @@ def evictions(llm) -> int:  # type: ignore[no-untyped-def]
     return llm.stats().counters.num_evicted_blocks
 
 
-def test_tail_first() -> None:
+@pytest.mark.parametrize(("fresh", "num_repeats"), [("python", 20), ("http", 2)], indirect=["fresh"])
+def test_tail_first(fresh: Start, num_repeats: int) -> None:
     comparison = Comparison()
-    for repeat in range(20):
-        llm = start(num_blocks=USABLE)
+    for repeat in range(num_repeats):
+        llm = fresh(num_blocks=USABLE)
         prompt = ids(2700, 16 * USABLE - 8)
         gen(llm, prompt)
         gen(llm, ids(2750 + repeat, 40))
@@ -40,8 +44,8 @@ def a_b_c_then_a_again(llm):  # type: ignore[no-untyped-def]
     return a, b, c
 
 
-def test_least_recent_first() -> None:
-    llm = start(num_blocks=USABLE)
+def test_least_recent_first(fresh: Start) -> None:
+    llm = fresh(num_blocks=USABLE)
     a, b, c = a_b_c_then_a_again(llm)
     assert gen(llm, a).num_cached_tokens == cap(len(a))
     assert gen(llm, c).num_cached_tokens == cap(len(c))
@@ -49,16 +53,16 @@ def test_least_recent_first() -> None:
     assert evictions(llm) > 0  # GUARD
 
 
-def test_least_recent_first_one_quarter_further() -> None:
-    llm = start(num_blocks=USABLE)
+def test_least_recent_first_one_quarter_further(fresh: Start) -> None:
+    llm = fresh(num_blocks=USABLE)
     a, _, c = a_b_c_then_a_again(llm)
     gen(llm, ids(2715, len(a)))
     assert gen(llm, a).num_cached_tokens == cap(len(a))
     assert gen(llm, c).num_cached_tokens == 0
 
 
-def test_worthless_blocks_first() -> None:
-    llm = start(num_blocks=USABLE)
+def test_worthless_blocks_first(fresh: Start) -> None:
+    llm = fresh(num_blocks=USABLE)
     valuable = ids(2720, 16 * (USABLE // 2))
     gen(llm, valuable)
     for number in range(200):  # GUARD: more than the pool in all
@@ -114,8 +118,8 @@ def test_recycled_means_forgotten(way_out: str) -> None:
     comparison.close()
 
 
-def test_duplicates() -> None:
-    llm, comparison = start(num_blocks=USABLE), Comparison()
+def test_duplicates(fresh: Start) -> None:
+    llm, comparison = fresh(num_blocks=USABLE), Comparison()
     prompt = ids(2770, 16 * 8)  # a multiple of the block: each repeat computes its last block beside the cached one
     for output in gen_all(llm, [prompt, prompt], 1):
         comparison.equal(output, cold(prompt, 1))
@@ -126,11 +130,12 @@ def test_duplicates() -> None:
     comparison.close()
 
 
-def test_gauges_add_up_after_each_of_2000_random_requests() -> None:
-    llm = start(num_blocks=USABLE)
+@pytest.mark.parametrize(("fresh", "num_requests"), [("python", 2000), ("http", 100)], indirect=["fresh"])
+def test_gauges_add_up_after_each_of_many_random_requests(fresh: Start, num_requests: int) -> None:
+    llm = fresh(num_blocks=USABLE)
     draw = random.Random(3)
     stems = [ids(2780 + number, draw.randrange(10, 300)) for number in range(30)]
-    for number in range(2000):
+    for number in range(num_requests):
         stem = draw.choice(stems)
         gen(llm, stem + ids(10_000 + number, draw.randrange(0, 41)))
         now = blocks(llm.stats())

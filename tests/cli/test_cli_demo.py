@@ -122,9 +122,9 @@ def test_a_pool_that_evicts_nothing_fails(stage: Stage) -> None:
 
 def output_of(token_ids: list[int], gap: float, logprob: float = -0.5) -> RequestOutput:
     """Each token was chosen with this logprob, another (token 99) with `gap` less."""
-    logprobs = [{token_id: Logprob(logprob), 99: Logprob(logprob - gap)} for token_id in token_ids]
+    logprobs = [{token_id: Logprob(logprob, 1), 99: Logprob(logprob - gap, 2)} for token_id in token_ids]
     completion = CompletionOutput(0, "", token_ids, logprobs, "length")
-    return RequestOutput("r", None, [1], 0, [completion], True, RequestMetrics(0.0))
+    return RequestOutput("r", None, [1], 0, [completion], True, RequestMetrics(0.0, e2e_s=0.0))
 
 
 @pytest.mark.parametrize(("gap", "holds"), [(NEAR_TIE / 2, True), (NEAR_TIE * 2, False)], ids=["near-tie", "clear"])

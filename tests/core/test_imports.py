@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "server": {ROOT, "core", "engine", "server"},
     "dashboard": {ROOT, "core", "dashboard"},
     "api": {ROOT, "core", "engine", "sim", "runtime", "tiers", "api"},
+    "bench": {ROOT, "core", "engine", "runtime", "api", "bench"},
     "cluster": {ROOT, "core", "engine", "api", "server", "cluster"},
 }
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -25,9 +26,10 @@ def policy(request: pytest.FixtureRequest) -> str:
 class World:
     """A cache with a few prompts that walk down one tree, admitted and freed at random, at most three at a time."""
 
-    def __init__(self, policy: str, num_blocks: int, seed: int) -> None:
+    def __init__(self, policy: str, num_blocks: int, seed: int, pinning: bool = False) -> None:
         self.cache = CacheManager(num_blocks, BLOCK_SIZE, root=b"r", eviction_policy=policy)
         self.draw = random.Random(seed)
+        self.pinning = pinning
         self.live: list[Request] = []
         self.log: list[list[BlockId]] = []
         self.num_hit_tokens = 0
@@ -53,7 +55,11 @@ class World:
             self.cache.free(self.live.pop(self.draw.randrange(len(self.live))))
             return
         tokens = [self.draw.choice((0, 0, 0, 1, 2)) for _ in range(self.draw.randrange(1, 16))]
-        request = Request("r", tokens, PARAMS)
+        params = PARAMS
+        if self.pinning:
+            ttl_s = self.draw.choice((None, None, 2, 10, 60))
+            params = replace(params, pin_ttl_s=ttl_s, cache_priority=0 if ttl_s is None else self.draw.randrange(1, 4))
+        request = Request("r", tokens, params)
         request.request_id = f"r{len(self.log)}-{self.draw.random()}"  # type: ignore[assignment]
         self.cache.register(request)
         hit = self.cache.look_up(request)

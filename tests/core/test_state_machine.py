@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from anaphora.core.eviction import POLICIES
+from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.hashing import HashFunction
 from anaphora.errors import DuplicateRequestError, PromptTooLongError, UnknownRequestError
 
@@ -57,6 +58,8 @@ class ControlPlane(RuleBasedStateMachine):
         eviction_policy=st.sampled_from(sorted(POLICIES)),
         threshold=st.sampled_from([None, None, 1, 3, 8]),
         alphabet=st.integers(2, 4),
+        pinned_share=st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.0]),
+        tenant_share=st.sampled_from([0.1, 0.5, 1.0]),
     )
     def build(
         self,
@@ -70,6 +73,8 @@ class ControlPlane(RuleBasedStateMachine):
         eviction_policy: str,
         threshold: int | None,
         alphabet: int,
+        pinned_share: float,
+        tenant_share: float,
     ) -> None:
         self.alphabet = alphabet
         self.max_model_len = max_model_len
@@ -91,6 +96,7 @@ class ControlPlane(RuleBasedStateMachine):
             eviction_policy=eviction_policy,
             threshold=threshold,
             choose=self.choose,
+            pin_limits=PinLimits(pinned_share, tenant_share),
         )
 
     def choose(self, tokens: Sequence[int]) -> int:
@@ -124,6 +130,9 @@ class ControlPlane(RuleBasedStateMachine):
         ends=st.booleans(),
         min_tokens=st.integers(0, 4),
         scoring=st.booleans(),
+        cache_priority=st.sampled_from([0, 0, 1, 2, 9]),
+        pin_ttl_s=st.sampled_from([None, 1.0, 4.0, 20.0]),
+        tenant=st.sampled_from([None, "s", "t"]),
     )
     def add(
         self,
@@ -137,6 +146,9 @@ class ControlPlane(RuleBasedStateMachine):
         ends: bool,
         min_tokens: int,
         scoring: bool,
+        cache_priority: int,
+        pin_ttl_s: float | None,
+        tenant: str | None,
     ) -> None:
         tokens = self.tokens_like_an_earlier_one(base, cut, length, seed)
         request_id = f"r{self.num_added}"
@@ -158,6 +170,9 @@ class ControlPlane(RuleBasedStateMachine):
             stop=(STOP,) if ends else (),
             min_tokens=min(min_tokens, max_tokens),
             scoring=scoring,
+            cache_priority=cache_priority,
+            pin_ttl_s=pin_ttl_s if cache_priority else None,
+            tenant=tenant,
         )
         with pytest.raises(DuplicateRequestError):
             self.world.add(request_id, tokens)

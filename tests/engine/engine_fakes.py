@@ -128,6 +128,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     tokenizer: object = ByteTokenizer(),  # it has no state
     policy: str = "fcfs",
+    long_prefill_token_threshold: int | None = None,
     seed: int = 0,
 ) -> tuple[Engine, FakeExecutor, Clock]:
     executor, clock = FakeExecutor(answer, block_size, num_blocks), Clock()
@@ -138,6 +139,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         policy=policy,
+        long_prefill_token_threshold=long_prefill_token_threshold,
     )
     engine = Engine(scheduler, executor, clock=clock, tokenizer=tokenizer, eos_token_ids=frozenset({EOS}), seed=seed)
     return engine, executor, clock

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,24 @@ def streamed_chat(live: Live, **body: Any) -> Any:
     return chunks(live, path, messages=MESSAGES, max_tokens=4, temperature=0, **options, **body)[-1]
 
 
-@pytest.mark.parametrize("ask", [completion, chat, streamed_completion, streamed_chat])
+def as_completion(response: Any) -> Any:
+    """A reply of /v1/responses under the names that the others have."""
+    usage = response["usage"]
+    named = {"prompt_tokens": usage["input_tokens"], "prompt_tokens_details": usage["input_tokens_details"]}
+    return {"choices": [part["text"] for item in response["output"] for part in item["content"]], "usage": named}
+
+
+def response(live: Live, **body: Any) -> Any:
+    return as_completion(live.post("/v1/responses", input="x" * 60, max_output_tokens=4, temperature=0, **body))
+
+
+def streamed_response(live: Live, **body: Any) -> Any:
+    values = {"input": "x" * 60, "max_output_tokens": 4, "temperature": 0, "stream": True, **body}
+    text = live.client.post("/v1/responses", json=values).text
+    return as_completion(json.loads(text.rsplit("data: ", 1)[1])["response"])
+
+
+@pytest.mark.parametrize("ask", [completion, chat, response, streamed_completion, streamed_chat, streamed_response])
 def test_salts_isolate_on_every_endpoint(live: Live, ask: Any) -> None:
     live.reset()
     replies = [ask(live, cache_salt=salt) for salt in ("a", "a", "b", "b", None, None, "a")]
@@ -122,7 +142,8 @@ def test_no_client_salt_reaches_another_tenant(keyed: Live) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-     ("POST", "/reset_prefix_cache"), ("GET", "/v1/models"), ("GET", "/version"), ("GET", "/metrics")],
+     ("POST", "/reset_prefix_cache"), ("GET", "/v1/models"), ("GET", "/version"), ("GET", "/metrics"),
+     ("POST", "/v1/responses"), ("GET", "/openapi.json")],
 )  # fmt: skip
 def test_nothing_but_health_answers_without_a_key(keyed: Live, method: str, path: str) -> None:
     for headers in (
@@ -166,7 +187,8 @@ def test_a_domain_is_not_spelled_by_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "# nothing", "key", "key tenant boss", "k t\nk u", '{"k": 1}', '{"k": {"tenant": ""}}', '{"k": "a", "k": "b"}',
-     '{"k": {"tenant": "a", "admin": 1}}', '{"k": {"tenant": "a", "x": 1}}', '{"k": "a"', '{"": "a"}'],
+     '{"k": {"tenant": "a", "admin": 1}}', '{"k": {"tenant": "a", "x": 1}}', '{"k": "a"', '{"": "a"}', 
+     "k\u00e9 tenant", '{"k e": "a"}', '{"k": ' + "[" * 100_000],
 )  # fmt: skip
 def test_a_wrong_key_file_is_refused_without_quoting_keys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
@@ -183,8 +205,12 @@ def test_a_key_file_may_be_json(tmp_path: Path) -> None:
     assert (keys.find("k1"), keys.find("k2"), keys.find("k3")) == (Caller("a", False), Caller("b", True), None)
 
 
-def test_sharing_names_tenants_that_exist(make_engine: Any) -> None:
+def test_an_empty_secret_is_refused_and_not_replaced_by_a_drawn_one(make_engine: Any) -> None:
+    with pytest.raises(ConfigError, match="0 bytes"):
+        build_app(make_engine(), ServerConfig(), model_name="m", max_num_seqs=1, secret=b"")
 
+
+def test_sharing_names_tenants_that_exist(make_engine: Any) -> None:
     config = ServerConfig(share_cache=(frozenset({"a", "nobody"}),))
     keys = ApiKeys([("k", Caller("a", False))])
     for api_keys in (None, keys):
@@ -192,3 +218,44 @@ def test_sharing_names_tenants_that_exist(make_engine: Any) -> None:
             build_app(make_engine(), config, model_name="m", max_num_seqs=1, api_keys=api_keys)
     with pytest.raises(ConfigError):
         ServerConfig(share_cache=(frozenset({"a", "b"}), frozenset({"b", "c"})))
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+LONG = 1025
+
+
+def two_that_miss(live: Live, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two requests under a salt of nobody else: what another salt has cached, and what nobody has seen."""
+    known = ids(5000 + number, LONG)
+    assert live.hit(known, cache_salt="other") in (0, LONG - 1)
+    assert live.hit(known, cache_salt="other") == LONG - 1  # GUARD: it is there
+    body = {"max_tokens": 1, "temperature": 0, "cache_salt": f"mine-{number}"}
+    return {**body, "prompt": known}, {**body, "prompt": ids(7000 + number, LONG)}
+
+
+def test_what_another_salt_has_cached_costs_exactly_the_work_of_what_nobody_has_seen(live: Live) -> None:
+    live.reset()
+    work = []
+    for body in two_that_miss(live, 0):
+        before = live.engine.stats().counters
+        assert cached(live.post("/v1/completions", **body)) == 0
+        work.append(live.engine.stats().counters.delta(before))
+    assert work[0].num_computed_prompt_tokens == LONG
+    assert work[0] == work[1]
+
+
+def test_what_another_salt_has_cached_takes_the_time_of_what_nobody_has_seen(live: Live) -> None:
+    """A hit would take a small part of the time. Noise widens the medians of few pairs, more pairs narrow them."""
+    live.reset()
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number in range(100):
+        pair = list(zip(two_that_miss(live, number), seconds, strict=True))
+        for body, spent in pair if number % 2 else reversed(pair):
+            begin = time.perf_counter()
+            assert cached(live.post("/v1/completions", **body)) == 0
+            spent.append(time.perf_counter() - begin)
+        known, unseen = map(statistics.median, seconds)
+        if number >= 10 and abs(known / unseen - 1) < 0.05:
+            return
+    raise AssertionError(f"{known:.4f} s for what another salt has cached, {unseen:.4f} s for what nobody has seen")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -33,7 +34,15 @@ def by_chat(live: Live, stream: bool) -> Any:
     return chunks(live, "/v1/chat/completions", **body, stream_options={"include_usage": True})[-1]
 
 
-@pytest.mark.parametrize("ask", [by_completion, by_chat])
+def by_response(live: Live, stream: bool) -> Any:
+    body = {"input": "y" * 190, "max_output_tokens": 2, "temperature": 0, "stream": stream}
+    reply = live.client.post("/v1/responses", json=body)
+    last = json.loads(reply.text.rsplit("data: ", 1)[1])["response"] if stream else reply.json()
+    usage = last["usage"]
+    return {"usage": {"prompt_tokens": usage["input_tokens"], "prompt_tokens_details": usage["input_tokens_details"]}}
+
+
+@pytest.mark.parametrize("ask", [by_completion, by_chat, by_response])
 @pytest.mark.parametrize("stream", [False, True])
 def test_queries_rise_by_the_prompt_hits_by_the_hit_and_computed_by_the_rest(
     live: Live, ask: Any, stream: bool
@@ -72,8 +81,11 @@ def test_histograms_count_requests_and_tokens(live: Live) -> None:
     assert rise["time_to_first_token_seconds_count"] == 2
     assert rise["inter_token_latency_seconds_count"] == 8
     assert rise["e2e_request_latency_seconds_count"] == 2
-    assert rise["request_queue_time_seconds_count"] == 2
-    assert rise["request_tokenize_time_seconds_count"] == 1
+    parts = ("receive", "tokenize", "queue", "lookup", "follow", "compute", "sample", "other")
+    for part in parts:
+        assert rise[f'time_to_first_token_part_seconds_count{{part="{part}"}}'] == 2
+    total = sum(rise[f'time_to_first_token_part_seconds_sum{{part="{part}"}}'] for part in parts)
+    assert abs(total - rise["time_to_first_token_seconds_sum"]) < 1e-6
     assert rise['http_requests_total{endpoint="completions",outcome="finished"}'] == 1
 
 

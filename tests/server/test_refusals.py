@@ -26,10 +26,10 @@ PROMPT = [8, 9, 10]
         ("response_format", {"response_format": {"type": "regex"}}),
         ("response_format", {"response_format": {"type": "json_object"}}),  # this model has no end token
         ("n", {"n": 2, "max_tokens": 0, "prompt_logprobs": 0}),
-        ("best_of", {"best_of": 2}),
+        ("best_of", {"best_of": 2, "stream": True}),
+        ("best_of", {"n": 3, "best_of": 2}),
+        ("best_of", {"best_of": 17}),
         ("suffix", {"suffix": "the end"}),
-        ("echo", {"echo": True, "logprobs": 1, "stream": True}),
-        ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
         ("prompt_logprobs", {"prompt_logprobs": 21}),
         ("min_tokens", {"min_tokens": 17}),
         ("min_tokens", {"min_tokens": -1}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from server_world import Live
+from server_world import Live, serving
 
 INPUT = "When is high tide? " * 6
 
@@ -25,7 +25,7 @@ def test_a_response_is_what_the_chat_gives(live: Live) -> None:
     live.reset()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": INPUT}]
     chat = live.post("/v1/chat/completions", messages=messages, max_tokens=6, temperature=0)
-    reply = respond(live, instructions="Be brief.", return_timing=True)
+    reply = respond(live, instructions="Be brief.", return_timings=True)
     assert text_of(reply) == chat["choices"][0]["message"]["content"]
     length = chat["usage"]["prompt_tokens"]
     assert reply["usage"] == {
@@ -36,7 +36,7 @@ def test_a_response_is_what_the_chat_gives(live: Live) -> None:
         "total_tokens": length + 6,
     }
     assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert reply["timing"]["ttft_s"] > 0
+    assert reply["timings"]["ttft_ms"] > 0
     parts = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": INPUT}]}]
     assert text_of(respond(live, instructions="Be brief.", input=parts)) == text_of(reply)
 
@@ -78,6 +78,44 @@ def test_the_openai_client(live: Live) -> None:
         *_, last = client.responses.create(**body, stream=True)
         assert last.type == "response.incomplete"
         assert last.response.output_text == whole.output_text != ""
+
+
+def test_the_openai_clients_stream_ends_with_the_whole_response(live: Live) -> None:
+    ids = respond(live, return_token_ids=True)["token_ids"]
+    last = next(token for token in ids[1:] if token not in ids[: ids.index(token)])
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+        body: Any = {"model": "tiny", "input": INPUT, "temperature": 0, "extra_body": {"stop_token_ids": [last]}}
+        with client.responses.stream(**body) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            response = stream.get_final_response()
+    assert (response.status, response.output_text) == ("completed", "".join(deltas))
+    assert response.usage is not None
+    assert response.usage.output_tokens == ids.index(last) + 1
+
+
+def test_a_stream_that_fails_says_so_and_ends_with_a_failed_response(make_engine: Any) -> None:
+    engine = make_engine()
+    with serving(engine) as live:
+        execute, steps = engine._executor.execute, iter(range(9))
+
+        def fail(plan: Any) -> Any:
+            if next(steps) == 2:
+                raise RuntimeError("no more")
+            return execute(plan)
+
+        engine._executor.execute = fail
+        events = stream_of(live, input=INPUT, max_output_tokens=6, temperature=0)
+        *_, error, failed = events
+        assert (error["type"], error["code"]) == ("error", "generation_failed")
+        assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+        assert failed["response"]["error"]["code"] == "server_error"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert live.live_blocks() == 0
+
+
+def stream_of(live: Live, **body: Any) -> list[dict[str, Any]]:
+    with live.client.stream("POST", "/v1/responses", json={**body, "stream": True}) as reply:
+        return [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: ")]
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,26 @@ def test_prompts_that_cannot_fit_are_refused_and_outputs_that_cannot_are_cut() -
     assert result.counters.num_generated_tokens == 1
 
 
-def test_generated_blocks_hold_room_and_are_never_found() -> None:
+def test_generated_blocks_without_ids_are_cached_as_in_the_engine_and_never_found() -> None:
+    """The first request computes its prompt's block and two of its output; the second one finds the first of them."""
     trace = Trace("t", 4, [one(0, 4, 9, 1), one(100_000, 8, 1, 1, 2)])
     result = replay_timed(trace, 4, 4)
     assert result.counters.num_hit_tokens == 4
-    assert result.counters.num_committed_blocks == 2
+    assert result.counters.num_committed_blocks == 3 + 1
+
+
+def test_generated_blocks_with_ids_are_found_by_the_next_turn() -> None:
+    first = TraceRequest(0, 5, 8, (1, 9), (2, 3))  # 12 of its 13 tokens are computed
+    second = TraceRequest(100_000, 13, 1, (1, 2, 3, 4))
+    result = replay_timed(Trace("t", 4, [first, second]), 10, 4)
+    assert [times.num_cached_tokens for times in result.times] == [0, 12]
+
+
+def test_nobody_waits_for_blocks_that_are_not_known_yet() -> None:
+    """The engine cannot know what a request will generate, so a prompt that begins with that does not follow it."""
+    first, second = TraceRequest(0, 4, 9, (1,), (2, 3)), TraceRequest(0, 12, 1, (1, 2, 3))
+    times = replay_timed(Trace("t", 4, [first, second]), 10, 4, options=SECOND_A_STEP).times
+    assert [entry.first_token_s for entry in times] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("values", [(-1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (float("nan"), 1.0, 0.0)])

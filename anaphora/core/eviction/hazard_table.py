@@ -16,7 +16,6 @@ the reuses that a block earns for the room that it takes, given up at the best m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 NUM_AGES = 23
 HORIZON = 2048
@@ -36,12 +35,14 @@ def _age(ticks: int) -> int:
 AGES: tuple[int, ...] = tuple(map(_age, range(HORIZON + 1)))
 """Age by ticks, up to HORIZON."""
 
-_STARTS = tuple(AGES.index(age) for age in range(NUM_AGES))
-_WIDTHS = tuple(stop - start for start, stop in zip(_STARTS, (*_STARTS[1:], 2 * _STARTS[-1]), strict=True))
+AGE_STARTS: tuple[int, ...] = tuple(AGES.index(age) for age in range(NUM_AGES))
+"""The tick at which each age begins."""
+
+_WIDTHS = tuple(stop - start for start, stop in zip(AGE_STARTS, (*AGE_STARTS[1:], 2 * AGE_STARTS[-1]), strict=True))
 
 
 class HazardTable:
-    """Counts of lives by class and age. O(1) a life; `indices` costs O(classes * ages**2) at worst."""
+    """Counts of lives by class and age. O(1) a life; `indices` costs O(classes * (ages + ticks with lives that go on))."""
 
     def __init__(self, num_classes: int, decay: float) -> None:
         """decay: what a count is worth after each `indices`, so that old traffic is forgotten; in (0, 1]."""
@@ -50,32 +51,34 @@ class HazardTable:
         self._lost = [[0.0] * NUM_AGES for _ in range(num_classes)]
         self._alive: list[dict[int, int]] = [{} for _ in range(num_classes)]  # by tick of birth
 
-    def begin(self, kind: int, born: int) -> None:
+    def begin(self, kind: int, born: int, count: int) -> None:
+        """`count` lives of a class begin."""
         alive = self._alive[kind]
-        alive[born] = alive.get(born, 0) + 1
+        alive[born] = alive.get(born, 0) + count
 
-    def reuse(self, kind: int, born: int, now: int) -> None:
-        self._end(self._reused, kind, born, now)
+    def reuse(self, kind: int, born: int, now: int, count: int) -> None:
+        self._end(self._reused, kind, born, now, count)
 
-    def lose(self, kind: int, born: int, now: int) -> None:
-        self._end(self._lost, kind, born, now)
+    def lose(self, kind: int, born: int, now: int, count: int) -> None:
+        self._end(self._lost, kind, born, now, count)
 
-    def _end(self, table: list[list[float]], kind: int, born: int, now: int) -> None:
+    def _end(self, table: list[list[float]], kind: int, born: int, now: int, count: int) -> None:
         alive = self._alive[kind]
-        left = alive[born] - 1
+        left = alive[born] - count
         if left:
             alive[born] = left
         else:
             del alive[born]
-        table[kind][AGES[min(now - born, HORIZON)]] += 1
+        table[kind][AGES[min(now - born, HORIZON)]] += count
 
     def indices(self, now: int) -> list[float]:
         """The index of each class and age, at class * NUM_AGES + age, in reuses a tick. Then lets counts decay."""
-        going_on = []
+        going_on, ages = [], AGES
         for alive in self._alive:
             row = [0.0] * NUM_AGES
             for born, count in alive.items():
-                row[AGES[min(now - born, HORIZON)]] += count
+                ticks = now - born
+                row[ages[ticks if ticks < HORIZON else HORIZON]] += count
             going_on.append(row)
         pooled = _hazards(_sum(self._reused), _sum(self._lost), _sum(going_on), [0.0] * NUM_AGES)
         indices: list[float] = []
@@ -105,21 +108,23 @@ def _hazards(
 
 
 def _gittins(hazards: Sequence[float]) -> list[float]:
-    """The sum of what later ages add is no better than the best of them: stop where that cannot raise the ratio."""
-    rates = [hazard / (width * (1 - hazard / 2)) for hazard, width in zip(hazards, _WIDTHS, strict=True)]
-    best_later = [*list(accumulate(reversed(rates), max))[::-1][1:], 0.0]
-    indices = []
-    for age in range(NUM_AGES):
-        best = gain = time = 0.0
-        left = 1.0
-        for later in range(age, NUM_AGES):
-            reused = left * hazards[later]
-            time += _WIDTHS[later] * (left - reused / 2)
-            gain += reused
-            left -= reused
-            if gain > best * time:
-                best = gain / time
-            if best_later[later] <= best:
+    """From the oldest age back: what waiting through an age earns, and on through the stretches after it while those
+    earn no less. A stretch is (reuses, time, what is left) of one life at its beginning; its index is reuses / time.
+    """
+    indices = [0.0] * NUM_AGES
+    stretches: list[tuple[float, float, float]] = []  # the next one is on top
+    for age in range(NUM_AGES - 1, -1, -1):
+        gain = hazards[age]
+        time = _WIDTHS[age] * (1 - gain / 2)
+        left = 1 - gain
+        while stretches:
+            next_gain, next_time, next_left = stretches[-1]
+            if next_gain * time < gain * next_time:
                 break
-        indices.append(best)
+            stretches.pop()
+            gain += left * next_gain
+            time += left * next_time
+            left *= next_left
+        stretches.append((gain, time, left))
+        indices[age] = gain / time
     return indices

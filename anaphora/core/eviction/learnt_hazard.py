@@ -1,22 +1,25 @@
 """Learns how the chance of reuse depends on a block's age, uses and depth, and gives up the leaf that promises least.
 
-    class of a block    (uses so far, depth), both in a few steps     a *cell* holds the leaves of one class and age;
-    age of a block      time since its last use, see hazard_table     all of a cell are worth the same
+    class of a run      (uses so far, depth), both in a few steps     a *cell* holds the leaves of one class and age;
+    age of a run        time since its last use, see hazard_table     all of a cell are worth the same
 
-Cells are ranked by the index of hazard_table. A victim is the oldest leaf of the lowest non-empty cell: the lowest bit
-of one integer. Leaves move on to older cells as time passes, at most NUM_AGES times. Time counts the released blocks.
+Cells are ranked by the index of hazard_table. The victim is the oldest run of the lowest non-empty cell: the lowest bit
+of one integer. Leaves of one class and tick (a cohort) move on to older cells together, at most NUM_AGES times. Time
+counts the released blocks.
 
-Evicted blocks stay in sight as *ghosts*, `ghosts_per_block` times the pool's size: who comes back has been used before,
-and that it came back is learnt from. Every `watch_every`-th life is learnt from; that bounds the cost, not the quality.
+What leaves, evicted or found, is remembered by its hash: who comes back has been used before, and that an evicted block
+came back is learnt from. Memories are kept in two halves, so that the older half is forgotten at once.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, repeat
+from types import MappingProxyType
 
-from anaphora.core.eviction.hazard_table import AGES, HORIZON, NUM_AGES, HazardTable
-from anaphora.core.eviction.leaves import LeafPolicy
+from anaphora.core.eviction.hazard_table import AGE_STARTS, AGES, HORIZON, NUM_AGES, HazardTable
+from anaphora.core.eviction.runs import Run, Runs
 from anaphora.core.ids import BlockHash, BlockId
 from anaphora.core.prefix_index import PrefixIndex
 
@@ -26,26 +29,41 @@ _FITS_PER_POOL = 2
 _MIN_FIT = 1024
 _DECAY = 0.9
 _USES = (0, 1, 2, 3, 3, 3, 4)  # uses -> step; more are as many as the last
-_DEPTHS = (0, 0, *[1] * 14, 2)  # depth -> step
-_MOST_USES, _DEEPEST = len(_USES) - 1, len(_DEPTHS) - 1
-_NUM_DEPTHS = _DEPTHS[-1] + 1
-_NUM_CLASSES = (_USES[-1] + 1) * _NUM_DEPTHS
-_UNWATCHED = -1
+_DEPTHS = (0, 2, 16)  # depth at which a step begins
+_MOST_USES = len(_USES) - 1
+_NUM_CLASSES = (_USES[-1] + 1) * len(_DEPTHS)
+_BITS = tuple(1 << rank for rank in range(_NUM_CLASSES * NUM_AGES))
+_IN_USE = -1
 
-_Ghost = tuple[int, int, int]
-"""Uses, class, tick of the last use; the tick is _UNWATCHED where nothing is learnt from this life."""
+_Memory = tuple[int, int, int]
+"""Uses, class, and tick of the last use; the tick is _IN_USE where the block was found and its life has ended."""
 
 
-class LearntHazard(LeafPolicy):
-    """O(1) a block; ranking the cells anew costs O(cells) twice for each pool's worth of released blocks."""
+class _Cohort:
+    """Leaves of one class that were released in one tick; they grow old together. cell: where they stand now."""
 
-    def __init__(self, index: PrefixIndex, ghosts_per_block: int = 8, watch_every: int = 3) -> None:
-        super().__init__(index)
+    __slots__ = ("cell", "runs")
+
+    def __init__(self, cell: int) -> None:
+        self.cell = cell
+        self.runs: OrderedDict[Run, None] = OrderedDict()
+
+
+_NOBODY: Mapping[int, _Cohort] = MappingProxyType({})
+
+
+class LearntHazard:
+    """O(1) a block and a run; ranking the cells anew costs O(cells) twice for each pool's worth of released blocks."""
+
+    def __init__(self, index: PrefixIndex, ghosts_per_block: int = 8) -> None:
+        """ghosts_per_block: contents remembered, at most, for each block of the pool."""
         size = len(index.hashes)
-        self._max_ghosts = ghosts_per_block * size
-        self._watch_every = watch_every
+        self._hashes = index.hashes
+        self._runs = Runs(index, self._add_leaf, self._remove_leaf)
         self._table = HazardTable(_NUM_CLASSES, _DECAY)
-        self._ghosts: OrderedDict[BlockHash, _Ghost] = OrderedDict()
+        self._half = max(1, ghosts_per_block * size // 2)
+        self._newer: dict[BlockHash, _Memory] = {}
+        self._older: dict[BlockHash, _Memory] = {}
 
         self._clock = 0
         self._tick = 0
@@ -53,146 +71,150 @@ class LearntHazard(LeafPolicy):
         self._fit_length = max(_MIN_FIT, size // _FITS_PER_POOL)
         self._next_fit = self._fit_length
 
-        self._uses = [0] * size
-        self._classes = [0] * size
-        self._ticks = [0] * size
-        self._watched = [False] * size
-        self._until_watched = 0
-
-        num_cells = _NUM_CLASSES * NUM_AGES
-        self._cells: list[OrderedDict[BlockId, None]] = [OrderedDict() for _ in range(num_cells)]
-        self._cell_of = [0] * size
-        self._bits = [0] * num_cells
+        self._by_birth: dict[int, dict[int, _Cohort]] = {}  # tick -> class -> leaves
+        self._cells: list[OrderedDict[_Cohort, None]] = [OrderedDict() for _ in _BITS]
+        self._bits = list(_BITS)
         self._by_rank: list[int] = []
         self._non_empty = 0  # bit r: the cell of rank r holds a leaf
         # Before anything is learnt: the oldest first, as LRU does.
-        self._rank(sorted(range(num_cells), key=lambda cell: -(cell % NUM_AGES)))
+        self._rank(sorted(range(len(_BITS)), key=lambda cell: -(cell % NUM_AGES)))
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(self._runs)
 
     # -- blocks come and go --------------------------------------------------------------------------------------------
 
-    def _before_put(self, blocks: Sequence[BlockId], depth: int) -> None:
+    def put(self, blocks: Sequence[BlockId], depth: int) -> None:
         self._pass_time(len(blocks))
-        tick, table, hashes = self._tick, self._table, self._index.hashes
-        lineages, seen, ghosts = self._lineages, self._seen, self._ghosts
-        all_uses, classes, ticks, watched = self._uses, self._classes, self._ticks, self._watched
-        until_watched = self._until_watched
-        for block in blocks:
-            if seen[block] == lineages[block]:
-                uses = all_uses[block] + 1
-            else:
-                seen[block] = lineages[block]
-                uses = 0
-                ghost = ghosts.pop(hashes[block], None)  # type: ignore[arg-type]
-                if ghost is not None:
-                    uses = ghost[0] + 1
-                    if ghost[2] != _UNWATCHED:
-                        table.reuse(ghost[1], ghost[2], tick)
-            all_uses[block] = uses
-            kind = _USES[uses if uses < _MOST_USES else _MOST_USES] * _NUM_DEPTHS
-            kind += _DEPTHS[depth if 0 <= depth < _DEEPEST else _DEEPEST]
-            depth -= 1
-            classes[block] = kind
-            ticks[block] = tick
-            if until_watched:
-                until_watched -= 1
-                watched[block] = False
-            else:
-                until_watched = self._watch_every - 1
-                watched[block] = True
-                table.begin(kind, tick)
-        self._until_watched = until_watched
+        chain = list(reversed(blocks))
+        uses = self._recall(chain)
+        first = depth - len(chain) + 1
+        starts = {start - first for start in _DEPTHS if 0 < start - first < len(chain)}
+        starts.update(uses, self._runs.cuts(chain))
+        bounds = [*sorted(starts), len(chain)]
+        tick, runs = self._tick, []
+        num_uses = step = 0
+        for start, stop in pairwise(bounds):
+            num_uses = uses.get(start, num_uses)
+            while step + 1 < len(_DEPTHS) and _DEPTHS[step + 1] <= first + start:
+                step += 1
+            kind = _USES[num_uses] * len(_DEPTHS) + step
+            self._table.begin(kind, tick, stop - start)
+            runs.append(Run(chain[start:stop], kind, num_uses, tick))
+        for run in reversed(runs):
+            self._runs.add(run)
 
-    def _before_remove(self, blocks: Sequence[BlockId]) -> None:
-        watched, classes, ticks, now = self._watched, self._classes, self._ticks, self._tick
-        for block in blocks:
-            if watched[block]:
-                self._table.reuse(classes[block], ticks[block], now)
+    def _recall(self, chain: list[BlockId]) -> dict[int, int]:
+        """Place in the chain -> uses so far from there on. Evicted blocks among them have come back: learn it."""
+        hashes, newer, older = self._hashes, self._newer.pop, self._older.pop
+        memories = [newer(hashes[block], None) or older(hashes[block], None) for block in chain]  # type: ignore[arg-type]
+        starts = [0, *(place for place in range(1, len(chain)) if memories[place] is not memories[place - 1])]
+        uses: dict[int, int] = {}
+        last = -1
+        for start, stop in pairwise((*starts, len(chain))):
+            memory = memories[start]
+            now = 0
+            if memory is not None:
+                now = min(memory[0] + 1, _MOST_USES)
+                if memory[2] != _IN_USE:
+                    self._table.reuse(memory[1], memory[2], self._tick, stop - start)
+            if now != last:
+                uses[start] = last = now
+        return uses
+
+    def remove(self, blocks: Sequence[BlockId]) -> None:
+        done = 0
+        while done < len(blocks):
+            run, count = self._runs.take_beginning(blocks[done:] if done else blocks)
+            self._table.reuse(run.kind, run.tick, self._tick, count)
+            self._remember(blocks[done : done + count], (run.uses, run.kind, _IN_USE))
+            done += count
 
     def discard(self, block: BlockId) -> None:
-        """The content lives on in another block, which comes next and finds its past among the ghosts."""
-        born = self._ticks[block] if self._watched[block] else _UNWATCHED
-        self._ghosts[self._index.hashes[block]] = self._uses[block], self._classes[block], born  # type: ignore[index]
-        super().discard(block)
+        """The content lives on in another block, which comes next and recalls its past."""
+        run, _ = self._runs.take_beginning([block])
+        self._remember([block], (run.uses, run.kind, run.tick))
+
+    def take(self, count: int) -> list[BlockId]:
+        taken: list[BlockId] = []
+        while len(taken) < count:
+            lowest = (self._non_empty & -self._non_empty).bit_length() - 1
+            run = next(iter(next(iter(self._cells[self._by_rank[lowest]])).runs))
+            blocks = self._runs.take_tail(run, min(count - len(taken), len(run.blocks)))
+            self._remember(blocks, (run.uses, run.kind, run.tick))
+            taken += blocks
+        return taken
+
+    def pop_all(self) -> list[BlockId]:
+        return self.take(len(self))
+
+    def _remember(self, blocks: Sequence[BlockId], memory: _Memory) -> None:
+        hashes = self._hashes
+        self._newer.update(zip([hashes[block] for block in blocks], repeat(memory)))  # type: ignore[arg-type]
+        if len(self._newer) >= self._half:
+            for (_, kind, tick), count in Counter(self._older.values()).items():
+                if tick != _IN_USE:
+                    self._table.lose(kind, tick, self._tick, count)
+            self._older, self._newer = self._newer, {}
 
     # -- leaves --------------------------------------------------------------------------------------------------------
 
-    def _add_leaf(self, block: BlockId) -> None:
-        ticks = self._tick - self._ticks[block]
-        cell = self._classes[block] * NUM_AGES + AGES[ticks if ticks < HORIZON else HORIZON]
-        self._cell_of[block] = cell
-        self._cells[cell][block] = None
-        self._non_empty |= self._bits[cell]
+    def _add_leaf(self, run: Run) -> None:
+        born = self._by_birth.setdefault(run.tick, {})
+        cohort = born.get(run.kind)
+        if cohort is None:
+            ticks = self._tick - run.tick
+            cohort = born[run.kind] = _Cohort(run.kind * NUM_AGES + AGES[ticks if ticks < HORIZON else HORIZON])
+            self._enter_cell(cohort)
+        cohort.runs[run] = None
+        run.is_leaf = True
 
-    def _remove_leaf(self, block: BlockId) -> None:
-        cell = self._cell_of[block]
-        leaves = self._cells[cell]
-        del leaves[block]
-        if not leaves:
-            self._non_empty ^= self._bits[cell]
+    def _remove_leaf(self, run: Run) -> None:
+        born = self._by_birth[run.tick]
+        cohort = born[run.kind]
+        del cohort.runs[run]
+        run.is_leaf = False
+        if not cohort.runs:
+            self._leave_cell(cohort)
+            del born[run.kind]
+            if not born:
+                del self._by_birth[run.tick]
 
-    def _evict_leaf(self) -> BlockId:
-        non_empty = self._non_empty
-        cell = self._by_rank[(non_empty & -non_empty).bit_length() - 1]
-        leaves = self._cells[cell]
-        block, _ = leaves.popitem(last=False)
-        if not leaves:
-            self._non_empty = non_empty ^ self._bits[cell]
-        ghosts = self._ghosts
-        born = self._ticks[block] if self._watched[block] else _UNWATCHED
-        ghosts[self._index.hashes[block]] = self._uses[block], self._classes[block], born  # type: ignore[index]
-        if len(ghosts) > self._max_ghosts:
-            _, (_, kind, born) = ghosts.popitem(last=False)
-            if born != _UNWATCHED:
-                self._table.lose(kind, born, self._tick)
-        return block
+    def _enter_cell(self, cohort: _Cohort) -> None:
+        self._cells[cohort.cell][cohort] = None
+        self._non_empty |= self._bits[cohort.cell]
+
+    def _leave_cell(self, cohort: _Cohort) -> None:
+        cohorts = self._cells[cohort.cell]
+        del cohorts[cohort]
+        if not cohorts:
+            self._non_empty ^= self._bits[cohort.cell]
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _pass_time(self, num_blocks: int) -> None:
         self._clock += num_blocks
         tick = self._clock // self._tick_length
-        if tick != self._tick:
-            self._tick = tick
-            self._move_on()
+        for now in range(self._tick + 1, tick + 1):
+            for start in AGE_STARTS[1:]:
+                for cohort in self._by_birth.get(now - start, _NOBODY).values():
+                    self._leave_cell(cohort)
+                    cohort.cell += 1
+                    self._enter_cell(cohort)
+        self._tick = tick
         if self._clock >= self._next_fit:
             self._next_fit = self._clock + self._fit_length
             indices = self._table.indices(tick)
             # The older of two equals first, as LRU does.
             self._rank(sorted(range(len(indices)), key=lambda cell: (indices[cell], -(cell % NUM_AGES), cell)))
 
-    def _move_on(self) -> None:
-        """Leaves that have outgrown their cell's age go to an older one: first in, first out, as they came by age.
-
-        A leaf may come in behind a younger one, when its last child goes; then it waits for that one to move.
-        """
-        cells, cell_of, now, all_ticks = self._cells, self._cell_of, self._tick, self._ticks
-        for cell in self._non_empty_cells():
-            leaves, age = cells[cell], cell % NUM_AGES
-            while leaves:
-                block = next(iter(leaves))
-                new_age = AGES[min(now - all_ticks[block], HORIZON)]
-                if new_age == age:
-                    break
-                del leaves[block]
-                older = cell_of[block] = cell - age + new_age
-                cells[older][block] = None
-                self._non_empty |= self._bits[older]
-            if not leaves:
-                self._non_empty ^= self._bits[cell]
-
-    def _non_empty_cells(self) -> list[int]:
-        rest, found = self._non_empty, []
-        while rest:
-            lowest = rest & -rest
-            found.append(self._by_rank[lowest.bit_length() - 1])
-            rest ^= lowest
-        return found
-
     def _rank(self, cells: list[int]) -> None:
         """cells: all of them, those whose leaves go first in front."""
+        for bit, cell in zip(_BITS, cells, strict=True):
+            self._bits[cell] = bit
         self._by_rank = cells
-        self._non_empty = 0
-        for rank, cell in enumerate(cells):
-            self._bits[cell] = 1 << rank
-            if self._cells[cell]:
-                self._non_empty |= 1 << rank
+        self._non_empty = sum(bit for bit, cohorts in zip(self._bits, self._cells, strict=True) if cohorts)
+

@@ -1,0 +1,83 @@
+"""What an engine takes and what it can run: nothing here changes while it lives, so any thread may ask at any time.
+
+Knows a scheduler's limits, what an executor offers, and a tokenizer; must not know requests that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from anaphora.core.scheduler import Scheduler
+from anaphora.engine.prompt_check import check_grammar, encode
+from anaphora.engine.protocols import Executor, GrammarChecker, Tokenizer
+from anaphora.errors import InvalidParameterError
+from anaphora.sampling_params import SamplingParams
+
+
+class Capabilities:
+    """The part of an engine that is fixed. See `Engine` for the arguments."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarChecker | None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = executor.vocab_size
+        self._scheduler = scheduler
+        self._executor = executor
+        self._grammars = grammars
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of one request, prompt and output; None if nothing but the pool limits it."""
+        return self._scheduler.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        return self._scheduler.cache.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Usable blocks of the pool."""
+        return self._scheduler.cache.pool.num_blocks
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Memory of the pool; None if the executor holds none (a simulator)."""
+        return getattr(self._executor, "kv_cache_bytes", None)
+
+    @property
+    def root(self) -> bytes:
+        """Digest of what the model is: the parent of every first block."""
+        return self._scheduler.cache.root
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Whether a prompt of this length can ever run; the answer never changes. Raises PromptTooLongError."""
+        self._scheduler.check_fits(num_prompt_tokens)
+
+    def check_grammar(self, sampling: SamplingParams) -> None:
+        """Whether the structured output that these parameters ask for can be given, if they ask for one.
+
+        Slow for a large schema that is new. `add_request` does it too; a server asks first, on another thread, which is
+        allowed for this method. Raises InvalidParameterError.
+        """
+        check_grammar(sampling, self._grammars)
+
+    def check_pooling(self, sampling: SamplingParams) -> None:
+        """Whether the embedding that these parameters ask for can be given, if they ask for one.
+
+        May be called from any thread. Raises InvalidParameterError.
+        """
+        if sampling.pooling is None:
+            return
+        check = getattr(self._executor, "check_pooling", None)
+        if check is None:
+            raise InvalidParameterError("pooling needs hidden states, and this executor computes none")
+        check(sampling.pooling)
+
+    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Sequence[int]:
+        """The token ids of a text prompt; token ids as they are. Raises InvalidParameterError."""
+        return encode(prompt, self.tokenizer, add_special_tokens=add_special_tokens)
