@@ -105,8 +105,7 @@ class HttpTarget:
                 break
         version = self._get("GET", "/version")
         self._version = None if version is None else _json_or_text(version)
-        if self.pool_tokens is None:
-            self.pool_tokens = prometheus.pool_tokens(self._metrics())
+        self.pool_tokens = prometheus.pool_tokens(self._metrics()) or self.pool_tokens
 
     def begin(self, pool_tokens: int) -> None:
         """A server stays as it was started."""

@@ -56,7 +56,7 @@ def bench(
         str | None, _target(envvar="ANAPHORA_BENCH_API_KEY", help="Sent to servers; better in the environment.")
     ] = None,
     pool_tokens: Annotated[
-        int | None, _target(help="Tokens that a server's cache holds, where its metrics do not say.")
+        int | None, _target(min=1, help="Tokens that a server's cache holds, where its metrics do not say.")
     ] = None,
     timeout: Annotated[float, _target(help="Most seconds that a server may be silent.")] = 600.0,
     prefixes: Annotated[str, _sweep(metavar="N,...", help="Shared prefixes, tokens.")] = "128,512,2048",
@@ -71,13 +71,13 @@ def bench(
         bool, _sweep("--counter-examples/--no-counter-examples", help="Probe what must not hit.")
     ] = True,
     quick: Annotated[bool, _sweep("--quick", help="The most telling cells, within two minutes.")] = False,
-    repeats: Annotated[int | None, _run(help="Trials of each cell; 6 place a median at 95 %.")] = None,
+    repeats: Annotated[int, _run(min=1, help="Trials of each cell; 6 place a median at 95 %.")] = 6,
     budget: Annotated[float | None, _run(help="Seconds after which no further round begins.")] = None,
     seed: Annotated[int, _run(help="Where the prompts come from.")] = 0,
     token_range: Annotated[
         str | None, _run(metavar="LOW:HIGH", help="Token ids of the prompts; else inside the vocabulary.")
     ] = None,
-    max_interference_tokens: Annotated[int, _run(help="Most tokens of other prompts in one trial.")] = 32_768,
+    max_interference_tokens: Annotated[int, _run(min=0, help="Most tokens of other prompts in one trial.")] = 32_768,
     state: Annotated[Path, _run(help="Where finished trials are kept until the run is over.")] = Path(
         "anaphora-bench.state.jsonl"
     ),
@@ -129,7 +129,7 @@ def bench(
     for server in servers:
         server.open(prompts.draw("hello", 8))
     targets: list[Target] = [*engines, *servers]
-    plan = Plan(tuple(groups), repeats or (5 if quick else 6), prompts, Limits(max_interference_tokens))
+    plan = Plan(tuple(groups), repeats, prompts, Limits(max_interference_tokens))
     if fresh:
         state.unlink(missing_ok=True)
     journal = Journal(state, {**plan.identity(targets), "versions": versions()})

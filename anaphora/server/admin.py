@@ -16,7 +16,7 @@ class ResetFields(RequestFields):
 
 
 async def reset_prefix_cache(service: Service, body: bytes) -> dict[str, Any]:
-    """Forget everything cached. Raises ApiError: 409 if nothing was done as requests hold blocks. EngineStoppedError."""
+    """Forget everything cached. Raises EngineStoppedError, and ApiError: 409 if nothing was done as requests run."""
     fields = await service.parse(ResetFields, body if body.strip() else b"{}")
     if await service.engine.reset_prefix_cache(preempt_running=bool(fields.preempt_running)):
         return {"reset": True}

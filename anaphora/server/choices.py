@@ -13,7 +13,7 @@ from anaphora.engine.outputs import CompletionOutput, PromptLogprobs, RequestOut
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.arrival import Arrival
 from anaphora.server.connection import event
-from anaphora.server.errors import invalid, unsupported
+from anaphora.server.errors import invalid
 from anaphora.server.fields import ChoiceFields
 from anaphora.server.generation import Job
 from anaphora.server.sampling import check_salt
@@ -61,7 +61,8 @@ class ChoicesJob(Job):
         }
         options = fields.stream_options
         self._include_usage = bool(options and options.include_usage)
-        self._chunk_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        self._counts_in_chunks = bool(options and options.continuous_usage_stats)
+        self._num_new_tokens = 0
         self._begun: set[int] = set()
         self._scores: dict[int, PromptLogprobs] = {}  # by prompt
         self._held: dict[int, list[tuple[int, StepOutput]]] = {}  # by prompt: what came before its scores
@@ -116,6 +117,7 @@ class ChoicesJob(Job):
     def _chunk(self, index: int, step: StepOutput) -> Iterable[bytes]:
         is_first = index not in self._begun
         self._begun.add(index)
+        self._num_new_tokens += len(step.token_ids)
         if not (is_first or step.text or step.finished or step.logprobs or self.fields.return_token_ids):
             return  # the token's text is not certain yet
         scores = self._scores.get(index // self.n, [])
@@ -126,7 +128,7 @@ class ChoicesJob(Job):
         head = {**self._head, "object": self.chunk_kind}
         if is_first:
             (head if self.top_prompt_ids else choice).update(self._of_prompt(index, scores))
-        yield event({**head, "choices": [choice], **self._chunk_usage})
+        yield event({**head, "choices": [choice], **self._usage_so_far()})
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterable[bytes]:
         said = self._timings(outputs)
@@ -134,6 +136,16 @@ class ChoicesJob(Job):
             said["usage"] = usage_of(outputs, self._num_sampled)
         if said:
             yield event({**self._head, "object": self.chunk_kind, "choices": [], **said})
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """What each chunk says of usage: null, or the counts without the hit, which is told at the end."""
+        if not self._include_usage:
+            return {}
+        if not self._counts_in_chunks:
+            return {"usage": None}
+        num_prompt, num_new = sum(map(len, self.prompts)), self._num_new_tokens
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+        return {"usage": counts}
 
     def _timings(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {"timings": timings(outputs)} if self.fields.return_timings else {}
@@ -163,5 +175,6 @@ def check_choice_fields(fields: ChoiceFields) -> None:
     check_salt(fields.cache_salt)
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "stream_options needs stream: true")
-    if fields.stream_options is not None and fields.stream_options.continuous_usage_stats:
-        raise unsupported("stream_options.continuous_usage_stats", "usage comes in the last chunk only")
+    options = fields.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise invalid("stream_options.continuous_usage_stats", "continuous_usage_stats needs include_usage: true")

@@ -70,6 +70,7 @@ def test_engine_and_server_in_one_run(
         (["--engine", "colour=red"], "field of EngineConfig"),
         (["--engine", "num_blocks=4"], "num_blocks is not to be set here"),
         (["--engine", "block_size=x"], "block_size must be an integer"),
+        (["--repeats", "0"], "Invalid value"),
         (["--variant", "fast"], "--variant must look like"),
         (["--token-range", "9"], "--token-range must look like LOW:HIGH"),
         (["--url", "a=http://h", "--url", "a=http://i"], "two targets have one name: a, a"),

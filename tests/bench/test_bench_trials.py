@@ -31,8 +31,9 @@ def test_the_sweep_holds_every_combination_once_and_the_rows_beside_it() -> None
     assert {case.output_tokens for case in cells} == {1, 32, 256}
     rest = [(c.kind, c.prefix_tokens, c.output_tokens, c.concurrency) for c in cases if c.kind in ("sharers", "decode")]
     assert rest == [("sharers", 2048, 64, sharers) for sharers in (1, 2, 4, 8)] + [("decode", 2048, 64, 1)]
-    examples = [case.kind for case in cases if case.is_counter_example]
-    assert examples == ["exact-repeat", "first-token-differs", "other-salt", "evicted-before"]
+    examples = [(case.kind, case.interference) for case in cases if case.is_counter_example]
+    kinds = ("exact-repeat", "first-token-differs", "other-salt")
+    assert examples == [*((kind, 0.0) for kind in kinds), ("evicted-before", 1.25)]
 
 
 def test_cells_that_others_evict_come_before_the_plain_ones_in_pools_of_their_own() -> None:

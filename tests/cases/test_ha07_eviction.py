@@ -93,6 +93,22 @@ def test_shared_stays() -> None:
     comparison.close()
 
 
+@pytest.mark.parametrize("fresh", ["http"], indirect=True)
+def test_shared_stays_over_http(fresh: Start) -> None:
+    llm, comparison = fresh(num_blocks=USABLE), Comparison()
+    stem = ids(2730, 160)
+    long = stem + ids(2731, 5)
+    steps = llm.stream(long, params(400))
+    next(steps)
+    for number in range(5 * USABLE // 10):
+        gen(llm, ids(2800 + number, 150))
+        assert gen(llm, [*stem, 9 + number]).num_cached_tokens == 160
+    assert llm.stats().gauges.num_running == 1  # GUARD: it holds the stem still
+    assert evictions(llm) > USABLE  # GUARD
+    comparison.equal([*steps][-1].output, cold(long, 400))
+    comparison.close()
+
+
 @pytest.mark.parametrize("way_out", ["evicted", "reset", "aborted", "refused"])
 def test_recycled_means_forgotten(way_out: str) -> None:
     llm, comparison = start(num_blocks=USABLE), Comparison()

@@ -108,7 +108,7 @@ def test_a_conversation_that_grew_is_tokenised_from_its_new_message_on() -> None
 
 def test_a_domain_finds_nothing_of_another() -> None:
     encoder, counting, memo = counting_encoder()
-    for domain in ("a", "b", "", "a", "b", ""):
+    for domain in ("", "a", "b", "", "a", "b"):
         encoder.encode("hello", add_special_tokens=False, domain=domain)
     assert counting.asked == ["hello"] * 3
     assert len(memo) == 3
@@ -233,3 +233,13 @@ def test_an_added_token_that_overlaps_a_special_one_is_seen() -> None:
     text = f"x|>{BOS}y{END}"  # `|><` comes first, so there is no `<s>`
     assert Pieces(tokenizer).split(text) == [f"x|>{BOS}y", end_id]
     assert tokenizer.convert_tokens_to_ids("|><") in tokenizer.encode(text)
+
+
+def test_a_special_token_that_ends_in_a_letter_is_no_place_to_cut_beside_tokens_that_look_at_words() -> None:
+    tokenizer = stripped_words()
+    letters = [AddedToken("<x>a", normalized=False, special=True)]
+    tokenizer.add_special_tokens({"additional_special_tokens": letters})
+    text = f"<x>aword{BEGIN}word"  # `word` is an added token where it stands alone
+    begin_id, word_id = tokenizer.convert_tokens_to_ids([BEGIN, "word"])
+    assert Pieces(tokenizer).split(text) == ["<x>aword", begin_id, "word"]
+    assert tokenizer.encode(text).count(word_id) == 1

@@ -136,3 +136,15 @@ def test_n_choices_in_a_pool_that_is_too_small_for_them_are_the_same(make_engine
         tight = narrow.generate(prompt, 40, **body)
         assert narrow.metrics()["num_preemptions_total"] > 0
     assert [c["token_ids"] for c in tight["choices"]] == [c["token_ids"] for c in wide["choices"]]
+
+
+def test_each_chunk_may_count_the_tokens_so_far(live: Live) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ids(1, 20), "n": 2, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    *steps, last = chunks(live, **body, stream_options=options)
+    counts = [step["usage"] for step in steps]
+    assert [count["completion_tokens"] for count in counts] == list(range(1, 9))
+    assert all(count["prompt_tokens"] == 20 == count["total_tokens"] - count["completion_tokens"] for count in counts)
+    assert last["usage"]["completion_tokens"] == 8
+    assert "prompt_tokens_details" not in counts[0]  # the hit is told once, at the end
+    assert cached(last) >= 0

@@ -7,6 +7,8 @@ Cells are ranked by the index of hazard_table. The victim is the oldest run of t
 of one integer. Leaves of one class and tick (a cohort) move on to older cells together, at most NUM_AGES times. Time
 counts the released blocks.
 
+Where LRU finds more (see duel), its order rules for a while: all cells are worth the same then, the oldest goes first.
+
 What leaves, evicted or found, is remembered by its hash: who comes back has been used before, and that an evicted block
 came back is learnt from. Memories are kept in two halves, so that the older half is forgotten at once.
 """
@@ -18,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 from types import MappingProxyType
 
+from anaphora.core.eviction.duel import Duel
 from anaphora.core.eviction.hazard_table import AGE_STARTS, AGES, HORIZON, NUM_AGES, HazardTable
 from anaphora.core.eviction.runs import Run, Runs
 from anaphora.core.ids import BlockHash, BlockId
@@ -26,7 +29,7 @@ from anaphora.core.prefix_index import PrefixIndex
 _TICKS_PER_POOL = 32  # releases of a whole pool
 _MIN_TICK = 32  # blocks
 _FITS_PER_POOL = 2
-_MIN_FIT = 1024
+_MIN_FIT = 2048
 _DECAY = 0.9
 _USES = (0, 1, 2, 3, 3, 3, 4)  # uses -> step; more are as many as the last
 _DEPTHS = (0, 2, 16)  # depth at which a step begins
@@ -61,6 +64,7 @@ class LearntHazard:
         self._hashes = index.hashes
         self._runs = Runs(index, self._add_leaf, self._remove_leaf)
         self._table = HazardTable(_NUM_CLASSES, _DECAY)
+        self._duel = Duel()
         self._half = max(1, ghosts_per_block * size // 2)
         self._newer: dict[BlockHash, _Memory] = {}
         self._older: dict[BlockHash, _Memory] = {}
@@ -90,7 +94,9 @@ class LearntHazard:
     def put(self, blocks: Sequence[BlockId], depth: int) -> None:
         self._pass_time(len(blocks))
         chain = list(reversed(blocks))
-        uses = self._recall(chain)
+        names: list[BlockHash] = [self._hashes[block] for block in chain]  # type: ignore[misc]
+        uses, num_found = self._recall(names)
+        self._duel.release(names, num_found, len(self) + len(chain))
         first = depth - len(chain) + 1
         starts = {start - first for start in _DEPTHS if 0 < start - first < len(chain)}
         starts.update(uses, self._runs.cuts(chain))
@@ -107,23 +113,28 @@ class LearntHazard:
         for run in reversed(runs):
             self._runs.add(run)
 
-    def _recall(self, chain: list[BlockId]) -> dict[int, int]:
-        """Place in the chain -> uses so far from there on. Evicted blocks among them have come back: learn it."""
-        hashes, newer, older = self._hashes, self._newer.pop, self._older.pop
-        memories = [newer(hashes[block], None) or older(hashes[block], None) for block in chain]  # type: ignore[arg-type]
-        starts = [0, *(place for place in range(1, len(chain)) if memories[place] is not memories[place - 1])]
+    def _recall(self, names: list[BlockHash]) -> tuple[dict[int, int], int]:
+        """Place in the chain -> uses so far from there on; and how many were found in the pool.
+
+        Evicted blocks among them have come back: learn it.
+        """
+        newer, older = self._newer.pop, self._older.pop
+        memories = [newer(name, None) or older(name, None) for name in names]
+        starts = [0, *(place for place in range(1, len(names)) if memories[place] is not memories[place - 1])]
         uses: dict[int, int] = {}
-        last = -1
-        for start, stop in pairwise((*starts, len(chain))):
+        last, num_found = -1, 0
+        for start, stop in pairwise((*starts, len(names))):
             memory = memories[start]
             now = 0
             if memory is not None:
                 now = min(memory[0] + 1, _MOST_USES)
-                if memory[2] != _IN_USE:
+                if memory[2] == _IN_USE:
+                    num_found += stop - start
+                else:
                     self._table.reuse(memory[1], memory[2], self._tick, stop - start)
             if now != last:
                 uses[start] = last = now
-        return uses
+        return uses, num_found
 
     def remove(self, blocks: Sequence[BlockId]) -> None:
         done = 0
@@ -134,9 +145,8 @@ class LearntHazard:
             done += count
 
     def discard(self, block: BlockId) -> None:
-        """The content lives on in another block, which comes next and recalls its past."""
-        run, _ = self._runs.take_beginning([block])
-        self._remember([block], (run.uses, run.kind, run.tick))
+        """The content lives on in another block, which comes next and recalls its past: it counts as found."""
+        self.remove([block])
 
     def take(self, count: int) -> list[BlockId]:
         taken: list[BlockId] = []
@@ -208,6 +218,8 @@ class LearntHazard:
         if self._clock >= self._next_fit:
             self._next_fit = self._clock + self._fit_length
             indices = self._table.indices(tick)
+            if not self._duel.judge():
+                indices = [0.0] * len(indices)
             # The older of two equals first, as LRU does.
             self._rank(sorted(range(len(indices)), key=lambda cell: (indices[cell], -(cell % NUM_AGES), cell)))
 
