@@ -97,6 +97,18 @@ def start_http(num_blocks: int = 256, **options: Any) -> Iterator[HttpLLM]:
         yield HttpLLM(live)
 
 
+@contextlib.contextmanager
+def slowed(llm: HttpLLM, seconds: float) -> Iterator[None]:
+    """Each step of the engine takes so much longer."""
+    executor: Any = llm.live.engine._executor
+    execute = executor.execute
+    executor.execute = lambda plan: (time.sleep(seconds), execute(plan))[1]
+    try:
+        yield
+    finally:
+        executor.execute = execute
+
+
 def settled(llm: Any, timeout_s: float = 1.0) -> Stats:
     """The statistics once nothing is held any more, or after the time a server has to notice a leaving client."""
     deadline = time.monotonic() + timeout_s

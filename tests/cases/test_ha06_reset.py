@@ -4,14 +4,13 @@ live, and there is no tier and no event here.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from http_subject import HttpLLM, settled, start_http
+from http_subject import HttpLLM, settled, slowed, start_http
 from subject import Comparison, cap, cold, gen, params
 from tiny_llama import ids
 
@@ -21,17 +20,6 @@ def llm() -> Iterator[HttpLLM]:
     """Two run at once, 16 tokens a step."""
     with start_http(max_num_seqs=2, max_num_batched_tokens=16) as llm:
         yield llm
-
-
-@contextlib.contextmanager
-def slowed(llm: HttpLLM, seconds: float) -> Iterator[None]:
-    executor: Any = llm.live.engine._executor
-    execute = executor.execute
-    executor.execute = lambda plan: (time.sleep(seconds), execute(plan))[1]
-    try:
-        yield
-    finally:
-        executor.execute = execute
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from http_subject import slowed
 from subject import Comparison, blocks, cap, cold, gen, gen_all, params, start
 from tiny_llama import ids
 
@@ -100,10 +101,11 @@ def test_shared_stays_over_http(fresh: Start) -> None:
     long = stem + ids(2731, 5)
     steps = llm.stream(long, params(400))
     next(steps)
-    for number in range(5 * USABLE // 10):
-        gen(llm, ids(2800 + number, 150))
-        assert gen(llm, [*stem, 9 + number]).num_cached_tokens == 160
-    assert llm.stats().gauges.num_running == 1  # GUARD: it holds the stem still
+    with slowed(llm, 0.02):
+        for number in range(5 * USABLE // 10):
+            gen(llm, ids(2800 + number, 150))
+            assert gen(llm, [*stem, 9 + number]).num_cached_tokens == 160
+        assert llm.stats().gauges.num_running == 1  # GUARD: it holds the stem still
     assert evictions(llm) > USABLE  # GUARD
     comparison.equal([*steps][-1].output, cold(long, 400))
     comparison.close()

@@ -15,9 +15,9 @@ from itertools import repeat
 
 from anaphora.core.ids import BlockHash
 
-_MARGIN = 0.001  # of the blocks that were used
+_MARGIN = 0.003  # of the blocks that were used
 _KEEP = 0.8  # of what was counted, from one judgement to the next
-_FIRST_REST = 8  # judgements
+_FIRST_REST = 16  # judgements
 
 
 class Duel:
