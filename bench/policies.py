@@ -1,6 +1,6 @@
 """What each eviction policy gains over LRU, and what it costs: hit rates in points, microseconds of CPU a block.
 
-    python bench/policies.py [TRACE ...] [--blocks 1k,2k,5k,10k] [--policies lru,learnt-hazard] [--requests 4000] [--json]
+    python bench/policies.py [TRACE ...] [--blocks 1k,2k] [--policies lfu,learnt-hazard] [--requests N] [--json]
 
 Without traces: made-up traffic with a seed, for pools of a 32nd to a half of its distinct blocks. Sequential replay
 through the engine's own cache manager. A policy's cost is the time inside its own calls for each block looked up; the
@@ -127,14 +127,21 @@ def hard_ones(num_requests: int, seed: int) -> Iterator[Trace]:
     lengths = [draw.randrange(2, 40) for _ in range(2000)]
     yield plain("zipf", [(which, lengths[which]) for which in zipf])
     yield plain("uniform", [(which, lengths[which]) for which in draw.choices(range(1000), k=num_requests)])
-    scan = [(10_000 + number, 30) if number % 3 == 0 else (zipf[number], lengths[zipf[number]]) for number in range(num_requests)]
+    scan = [
+        (10_000 + number, 30) if number % 3 == 0 else (zipf[number], lengths[zipf[number]])
+        for number in range(num_requests)
+    ]
     yield plain("zipf and a scan", scan)
     drift = [(which + number // 4 * 1, lengths[which]) for number, which in enumerate(zipf)]
     yield plain("zipf that drifts", drift)
     kinds = [generate_trace(replace(kind, requests=num_requests // 4, seed=seed)) for kind in KINDS]
     phases = [request for number, trace in enumerate(kinds) for request in shifted(trace, number * 10**8)]
     yield Trace("phases of every kind", kinds[0].block_size, phases)
-    mixed = [request for each in zip(*(shifted(trace, number * 10**8) for number, trace in enumerate(kinds)), strict=False) for request in each]
+    mixed = [
+        request
+        for each in zip(*(shifted(trace, number * 10**8) for number, trace in enumerate(kinds)), strict=False)
+        for request in each
+    ]
     yield Trace("every kind at once", kinds[0].block_size, mixed)
 
 

@@ -17,7 +17,7 @@ from anaphora.core.ids import BlockHash
 
 _MARGIN = 0.003  # of the blocks that were used
 _KEEP = 0.8  # of what was counted, from one judgement to the next
-_FIRST_REST = 16  # judgements
+_FIRST_REST = 8  # judgements
 
 
 class Duel:

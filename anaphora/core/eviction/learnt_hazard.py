@@ -162,8 +162,8 @@ class LearntHazard:
         return self.take(len(self))
 
     def _remember(self, blocks: Sequence[BlockId], memory: _Memory) -> None:
-        hashes = self._hashes
-        self._newer.update(zip([hashes[block] for block in blocks], repeat(memory)))  # type: ignore[arg-type]
+        names: list[BlockHash] = [self._hashes[block] for block in blocks]  # type: ignore[misc]
+        self._newer.update(zip(names, repeat(memory)))
         if len(self._newer) >= self._half:
             for (_, kind, tick), count in Counter(self._older.values()).items():
                 if tick != _IN_USE:
@@ -229,4 +229,3 @@ class LearntHazard:
             self._bits[cell] = bit
         self._by_rank = cells
         self._non_empty = sum(bit for bit, cohorts in zip(self._bits, self._cells, strict=True) if cohorts)
-

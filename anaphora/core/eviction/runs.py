@@ -1,4 +1,4 @@
-"""Cached free blocks as *runs*: blocks that follow each other in one chain, were released together and are worth the same.
+"""Cached free blocks as *runs*: blocks that follow each other in a chain, were released together and are worth the same.
 
     released     [ head ........ tail )     one call of `put`, cut into runs where the worth of its blocks changes,
     runs         [ 0    )[ 1   )[ 2   )     and behind a block at which an older run hangs
@@ -18,9 +18,7 @@ from anaphora.core.prefix_index import PrefixIndex
 
 
 class Run:
-    """blocks: head first. kind, uses, tick: equal for all of them, and for whoever orders the leaves to know. is_leaf: kept
-    by it as well.
-    """
+    """blocks: head first. kind, uses, tick: equal for all of them. is_leaf: kept by whoever orders the leaves."""
 
     __slots__ = ("blocks", "is_leaf", "kind", "tick", "uses")
 
