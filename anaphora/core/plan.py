@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anaphora.core.ids import BlockId, RequestId, TokenId
+from anaphora.core.ids import BlockId, RequestId, StateSlot, TokenId
 from anaphora.sampling_params import SamplingParams
 
 
@@ -40,16 +40,22 @@ class ScheduledRequest:
     start: position of the first scheduled token; K/V of positions [0, start) are in the pool, or
         (blocks that a request earlier in this plan writes) are in it once this step has written.
     token_ids: the scheduled tokens, positions [start, start + len(token_ids)). Never empty.
-    new_block_ids: appended to the request's block table since the plan before this one; with an
-        admission in the same plan, the whole table. It covers every scheduled position.
+    new_block_ids: for each group of the cache's layout, appended to the request's block table since the plan before
+        this one; with an admission in the same plan, the whole table. It covers every scheduled position. The null
+        block stands where no scheduled token looks.
     sample: whether the last scheduled token is the last known one, so that the next token is sampled.
+    load_state: with an admission and start > 0, the checkpoint that the recurrent state of position start is copied
+        from, before anything else happens in this step.
+    save_state: the checkpoint that the recurrent state after the last scheduled token is copied to, after all else.
     """
 
     request_id: RequestId
     start: int
     token_ids: tuple[TokenId, ...]
-    new_block_ids: tuple[BlockId, ...]
+    new_block_ids: tuple[tuple[BlockId, ...], ...]
     sample: bool
+    load_state: StateSlot | None = None
+    save_state: StateSlot | None = None
 
 
 @dataclass(frozen=True, slots=True)
