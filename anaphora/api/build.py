@@ -16,12 +16,14 @@ from anaphora.config import EngineConfig
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.hashing import root_digest
 from anaphora.core.scheduler import Scheduler
+from anaphora.engine.adapters import AdapterRegistry
 from anaphora.engine.engine import Engine
 from anaphora.engine.protocols import Tokenizer
-from anaphora.runtime.architecture import inspect_model, smallest_window
+from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.executor import TorchExecutor
 from anaphora.runtime.grammar_llguidance import LLGuidanceGrammars
 from anaphora.runtime.kv_cache import bytes_per_block
+from anaphora.runtime.lora.files import AdapterReader
 from anaphora.runtime.model import LoadedModel, load_model
 
 
@@ -56,15 +58,14 @@ def model_identity(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
 def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine over a model that is loaded already. Raises ConfigError, UnsupportedModelError."""
     module = loaded.module
-    layout = inspect_model(module)
-    max_model_len = context_limit(
-        config.max_model_len, loaded.max_model_len, loaded.name, window=smallest_window(module, layout)
-    )
+    max_model_len = context_limit(config.max_model_len, loaded.max_model_len, loaded.name)
+    layout = inspect_model(module, max_model_len)
     memory = psutil.virtual_memory()
     num_blocks = pool_size(
         config,
         max_model_len=max_model_len,
-        block_bytes=bytes_per_block(layout.shapes, config.block_size, module.dtype),
+        num_groups=len(layout.cache.groups),
+        block_bytes=bytes_per_block(layout.places, config.block_size, module.dtype),
         available_bytes=memory.available,
         total_bytes=memory.total,
     )
@@ -73,25 +74,27 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
     grammars = None
     if loaded.tokenizer is not None:
         grammars = LLGuidanceGrammars(loaded.tokenizer, layout.vocab_size, end_token_ids)
-    executor = TorchExecutor(
-        module,
-        num_blocks=num_blocks + 1,  # and the null block
-        block_size=config.block_size,
-        # A running request holds a block and is owed a token a step; no table is longer than the pool.
-        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
-        max_model_len=min(max_model_len, (num_blocks + 1) * config.block_size),
-        dtype=module.dtype,
-        device=module.device,
-        fast_forward=config.fast_forward,
-        grammars=grammars,
-    )
     cache = CacheManager(
         num_blocks,
         config.block_size,
+        layout=layout.cache,
         root=root_digest(model_identity(config, loaded)),
         hash_function=find_hash_function(config.hash_algorithm),
         enable_prefix_caching=config.enable_prefix_caching,
         eviction_policy=config.eviction_policy,
+    )
+    executor = TorchExecutor(
+        module,
+        layout,
+        num_blocks=num_blocks + 1,  # and the null block
+        block_size=config.block_size,
+        # A running request holds a block and is owed a token a step.
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
+        max_table_len=min(max_model_len, cache.capacity_tokens + config.block_size),
+        dtype=module.dtype,
+        device=module.device,
+        fast_forward=config.fast_forward,
+        grammars=grammars,
     )
     scheduler = Scheduler(
         cache,
@@ -101,6 +104,9 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
         policy=config.scheduling_policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
     )
+    adapters = AdapterRegistry(
+        AdapterReader(module, max_rank=config.max_lora_rank), executor, max_loras=config.max_loras
+    )
     return Engine(
         scheduler,
         executor,
@@ -109,4 +115,5 @@ def connect(config: EngineConfig, loaded: LoadedModel) -> Engine:
         eos_token_ids=end_token_ids,
         seed=config.seed,
         grammars=grammars,
+        adapters=adapters,
     )

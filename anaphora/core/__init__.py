@@ -4,26 +4,33 @@ from anaphora.core import CacheManager, Request, Scheduler, root_digest
 """
 
 from anaphora.core.block_pool import BlockPool
-from anaphora.core.cache_manager import CacheManager, Hit
+from anaphora.core.cache_manager import CacheManager, Staged
+from anaphora.core.groups import AttentionKind, CacheLayout, ChunkedAttention, FullAttention, SlidingWindow
 from anaphora.core.hashing import BlockChain, ExtraKey, ExtraKeyKind, root_digest, salt_key, sha256
+from anaphora.core.hit import Hit
 from anaphora.core.ids import NULL_BLOCK
 from anaphora.core.invariants import InvariantError, check_cache, check_scheduler
 from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.core.request import Request, RequestState
 from anaphora.core.scheduler import RequestUpdate, Scheduler
-from anaphora.core.stats import Counters, Gauges, Stats
+from anaphora.core.stats import Counters, Gauges, GroupGauges, Stats
 
 __all__ = [
     "NULL_BLOCK",
     "Admission",
+    "AttentionKind",
     "BlockChain",
     "BlockPool",
+    "CacheLayout",
     "CacheManager",
+    "ChunkedAttention",
     "Counters",
     "ExtraKey",
     "ExtraKeyKind",
+    "FullAttention",
     "Gauges",
+    "GroupGauges",
     "Hit",
     "InvariantError",
     "PrefixIndex",
@@ -33,6 +40,8 @@ __all__ = [
     "SampledToken",
     "ScheduledRequest",
     "Scheduler",
+    "SlidingWindow",
+    "Staged",
     "Stats",
     "StepPlan",
     "StepResult",

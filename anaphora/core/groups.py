@@ -23,10 +23,19 @@ class AttentionKind(Protocol):
         """The earliest position that a token at `position` sees: in [0, position], never falling."""
         ...
 
+    @property
+    def span(self) -> int | None:
+        """The most positions that a token sees, its own among them; None if there is no such number."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FullAttention:
     """Every position sees every earlier one."""
+
+    @property
+    def span(self) -> None:
+        return None
 
     def first_visible(self, position: int) -> int:
         return 0
@@ -45,6 +54,10 @@ class SlidingWindow:
     def first_visible(self, position: int) -> int:
         return max(0, position - self.size + 1)
 
+    @property
+    def span(self) -> int:
+        return self.size
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkedAttention:
@@ -58,6 +71,10 @@ class ChunkedAttention:
 
     def first_visible(self, position: int) -> int:
         return position // self.size * self.size
+
+    @property
+    def span(self) -> int:
+        return self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +96,12 @@ class CacheLayout:
             raise ConfigError("a model without attention and without a state has nothing to cache")
         if any(isinstance(kind, FullAttention) for kind in self.groups[1:]):
             raise ConfigError("only the first group may be full attention; give its layers one block table")
+
+    @property
+    def has_spine(self) -> bool:
+        """Whether there is full attention: then its group is the spine, by whose content the cache is searched."""
+        return bool(self.groups) and isinstance(self.groups[0], FullAttention)
+
+    @property
+    def side_groups(self) -> tuple[AttentionKind, ...]:
+        return self.groups[1:] if self.has_spine else self.groups

@@ -68,6 +68,11 @@ def salt_key(salt: str) -> ExtraKey:
         raise InvalidParameterError(f"cache_salt must be valid Unicode: {error.reason} at {error.start}") from None
 
 
+def lora_key(digest: str) -> ExtraKey:
+    """A LoRA adapter, by the SHA-256 of its content in hex; the chain carries it from block 0 on."""
+    return ExtraKey(ExtraKeyKind.LORA, bytes.fromhex(digest))
+
+
 def pack_tokens(token_ids: Iterable[int]) -> array[int]:
     """Token ids as unsigned 32-bit integers. Raises OverflowError or TypeError if one does not fit."""
     return array("I", token_ids)

@@ -23,6 +23,7 @@ class Admission:
     token_ids: every token known now (prompt, then outputs made before a preemption).
     seed: resolved per request; the choice at a position depends on it and on the position only.
     end_token_ids: end the request; not to be chosen as one of the first `sampling.min_tokens` outputs.
+    adapter: digest of the LoRA adapter that every token of it is computed with, None for the model itself.
     """
 
     request_id: RequestId
@@ -31,6 +32,7 @@ class Admission:
     sampling: SamplingParams
     seed: int
     end_token_ids: frozenset[int] = frozenset()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

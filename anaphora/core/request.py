@@ -30,11 +30,13 @@ class Request:
 
     num_cached_tokens: the hit at first admission; never changes after. num_computed_tokens: tokens whose K/V are in the
     pool now. furthest_computed: the most that it ever was, so that what is computed again after a preemption is told
-    apart. chain is None where prefix caching is off.
+    apart. adapter: digest of its LoRA adapter, which is among the extra_keys, too. chain is None where prefix caching is
+    off.
     Raises EmptyPromptError, InvalidTokenError.
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "chain",
         "eos_token_ids",
@@ -66,6 +68,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         extra_keys: Iterable[ExtraKey] = (),
+        adapter: str | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         if not len(prompt_token_ids):
@@ -81,6 +84,7 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.extra_keys = tuple(extra_keys)
+        self.adapter = adapter
         self.eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self.num_prompt_tokens = len(self.tokens)
         self.chain: BlockChain | None = None

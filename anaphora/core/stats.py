@@ -58,7 +58,8 @@ class Counters:
 class Gauges:
     """The state now. live + cached + blank == total blocks (the null block is not among them).
 
-    live: held by requests. cached: free and findable. blank: free, nothing findable in them.
+    live: held by requests. cached: free and findable. blank: free, nothing findable in them. checkpoints: of recurrent
+    state, held in as many state slots at most.
     """
 
     num_total_blocks: int
@@ -68,6 +69,8 @@ class Gauges:
     num_running: int = 0
     num_waiting: int = 0
     num_following: int = 0
+    num_checkpoints: int = 0
+    num_state_slots: int = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -76,6 +79,18 @@ class Gauges:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupGauges:
+    """What one group of the cache's layout holds now. live, cached: as in Gauges."""
+
+    kind: str
+    num_live_blocks: int
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
+    """groups: one for each group of the cache's layout."""
+
     counters: Counters
     gauges: Gauges
+    groups: tuple[GroupGauges, ...] = ()

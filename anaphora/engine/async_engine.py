@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
+from anaphora.engine.adapters import AdapterInfo
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, StepOutput
 from anaphora.errors import EngineStoppedError, UnknownRequestError
@@ -42,6 +43,7 @@ class NewRequest:
     sampling: SamplingParams
     cache_salt: str | None = None
     priority: int = 0
+    adapter: str | None = None
 
 
 class _Command(NamedTuple):
@@ -176,6 +178,7 @@ class AsyncEngine:
                         new.sampling,
                         cache_salt=new.cache_salt,
                         priority=new.priority,
+                        adapter=new.adapter,
                         arrival_s=arrival_s,
                     )
                     added.append(request_id)
@@ -191,6 +194,19 @@ class AsyncEngine:
         done: asyncio.Future[bool] = self._loop.create_future()
         self._call(lambda: self.engine.reset_prefix_cache(preempt_running), done)
         return await done
+
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> AdapterInfo:
+        """As Engine.load_adapter; the files are read beside the steps. Raises AdapterError, EngineStoppedError too."""
+        adapter = await self.in_worker(self.engine.read_adapter, folder)
+        loaded: asyncio.Future[AdapterInfo] = self._loop.create_future()
+        self._call(lambda: self.engine.load_adapter(name, folder, replace=replace, adapter=adapter), loaded)
+        return await loaded
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """As Engine.unload_adapter."""
+        unloaded: asyncio.Future[AdapterInfo] = self._loop.create_future()
+        self._call(lambda: self.engine.unload_adapter(name), unloaded)
+        return await unloaded
 
     def _close(self, group: RequestGroup) -> None:
         alive = [request_id for request_id in group.request_ids if self._groups.pop(request_id, None) is not None]

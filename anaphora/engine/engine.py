@@ -10,14 +10,17 @@ simulator and a test are executors of this same engine.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 
-from anaphora.core.hashing import salt_key
+from anaphora.core.hashing import lora_key, salt_key
 from anaphora.core.ids import RequestId
 from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
+from anaphora.engine.adapters import Adapter, AdapterInfo, AdapterRegistry
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.one_at_a_time import OneAtATime, exclusive
 from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
@@ -34,7 +37,7 @@ class Engine:
 
     tokenizer: None takes and gives token ids only. eos_token_ids: the model's end tokens. seed: requests without a seed
     draw theirs from it, by a counter, so the same calls give the same outputs. clock: seconds; see RequestMetrics.
-    grammars: None refuses structured output.
+    grammars: None refuses structured output. adapters: None refuses LoRA adapters.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         grammars: GrammarChecker | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self.clock = clock
         self.tokenizer = tokenizer
@@ -56,6 +60,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._seed = seed
         self._grammars = grammars
+        self._adapters = adapters
         self.calls = OneAtATime()
         self._num_drawn_seeds = 0
         self._live: dict[str, LiveRequest] = {}
@@ -80,6 +85,16 @@ class Engine:
     def kv_cache_bytes(self) -> int | None:
         """Memory of the pool; None if the executor holds none (a simulator)."""
         return getattr(self._executor, "kv_cache_bytes", None)
+
+    @property
+    def kv_bytes_per_token(self) -> tuple[int, ...] | None:
+        """What one token takes in each group of the cache; None if the executor holds no memory."""
+        return getattr(self._executor, "kv_bytes_per_token", None)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens of one request that the pool can hold."""
+        return self._scheduler.cache.capacity_tokens
 
     @property
     def root(self) -> bytes:
@@ -116,16 +131,18 @@ class Engine:
         priority: int = 0,
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request; `step` runs it. If this raises, nothing of the request is kept.
 
         prompt: text, or token ids in [0, vocab_size). cache_salt: shares cached blocks only with requests of the same
         salt. priority: lower first, under the `priority` policy. arrival_s: when the request arrived by the engine's
         clock, if that was before this call. add_special_tokens: the tokenizer's own, such as a BOS; off for text that
-        holds them already (a rendered chat).
+        holds them already (a rendered chat). adapter: name of the LoRA adapter that it runs with, to its end, whatever
+        the name stands for later.
 
         Raises RequestError: EmptyPromptError, InvalidTokenError, InvalidParameterError, PromptTooLongError,
-        DuplicateRequestError.
+        DuplicateRequestError, UnknownAdapterError, AdapterLimitError; and AdapterChangedError.
         """
         begin_s = self.clock()
         if not isinstance(request_id, str) or not request_id:
@@ -135,18 +152,22 @@ class Engine:
         sampling = check_sampling(sampling, self.vocab_size, has_tokenizer=self.tokenizer is not None)
         self.check_grammar(sampling)
         draws_seed = sampling.seed is None
-        request = Request(
-            request_id,
-            check_token_ids(self.encode(prompt, add_special_tokens=add_special_tokens), self.vocab_size),
-            sampling,
-            seed=self._next_seed() if sampling.seed is None else sampling.seed,
-            priority=check_priority(priority),
-            extra_keys=() if cache_salt is None else (salt_key(cache_salt),),
-            eos_token_ids=self._eos_token_ids,
-        )
-        text = prompt if isinstance(prompt, str) else None
-        live = LiveRequest(request, text, self.tokenizer, begin_s if arrival_s is None else arrival_s)
-        self._scheduler.add(request)
+        token_ids = check_token_ids(self.encode(prompt, add_special_tokens=add_special_tokens), self.vocab_size)
+        salt_keys = () if cache_salt is None else (salt_key(cache_salt),)
+        with self._pinned(adapter) as digest:
+            request = Request(
+                request_id,
+                token_ids,
+                sampling,
+                seed=self._next_seed() if sampling.seed is None else sampling.seed,
+                priority=check_priority(priority),
+                extra_keys=salt_keys if digest is None else (*salt_keys, lora_key(digest)),
+                adapter=digest,
+                eos_token_ids=self._eos_token_ids,
+            )
+            text = prompt if isinstance(prompt, str) else None
+            live = LiveRequest(request, text, self.tokenizer, begin_s if arrival_s is None else arrival_s)
+            self._scheduler.add(request)
         self._live[request_id] = live
         self._num_drawn_seeds += draws_seed  # only now: a refused request must not change what the next one draws
         self._times["add_s"] += self.clock() - begin_s
@@ -167,10 +188,17 @@ class Engine:
             last = self._undelivered.pop(request_id, None)
             if last is None:
                 self._scheduler.finish(request_id, "abort")
-                last = self._live.pop(request_id).finish(None, "abort", None, now_s)
+                last = self._forget(request_id).finish(None, "abort", None, now_s)
             if last.output is not None:
                 ended.append(last.output)
         return ended
+
+    def _forget(self, request_id: str) -> LiveRequest:
+        """A request has ended: what it held of the engine's, it holds no more."""
+        live = self._live.pop(request_id)
+        if live.request.adapter is not None:
+            self._registry.unpin(live.request.adapter)
+        return live
 
     @property
     def has_unfinished(self) -> bool:
@@ -270,8 +298,50 @@ class Engine:
         reason = ending or reason
         if reason is None:
             return output
-        del self._live[request.request_id]
+        self._forget(request.request_id)
         return live.finish(output, reason, error, now_s)
+
+    # -- LoRA adapters -------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """What is loaded, by name. A snapshot that any thread may take."""
+        return () if self._adapters is None else self._adapters.infos
+
+    def read_adapter(self, folder: str | os.PathLike[str]) -> Adapter:
+        """Read and check an adapter's files for `load_adapter`, which does it too; slow, and allowed on any thread.
+
+        Raises AdapterError, InvalidParameterError.
+        """
+        return self._registry.read(folder)
+
+    @exclusive
+    def load_adapter(
+        self, name: str, folder: str | os.PathLike[str], *, replace: bool = False, adapter: Adapter | None = None
+    ) -> AdapterInfo:
+        """From now on requests may name the LoRA adapter in this folder, as PEFT writes it.
+
+        replace: under a name that is in use; the requests that run with it end as they began. adapter: what
+        `read_adapter` gave for this folder. Raises AdapterError, InvalidParameterError; then nothing has changed.
+        """
+        return self._registry.load(name, folder, adapter or self._registry.read(folder), replace=replace)
+
+    @exclusive
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget a name; the requests that run with it go on. Its blocks stay, for the same content under any name.
+
+        Raises UnknownAdapterError.
+        """
+        return self._registry.unload(name)
+
+    @property
+    def _registry(self) -> AdapterRegistry:
+        if self._adapters is None:
+            raise InvalidParameterError("this engine was made without LoRA adapters: build it with build_engine or LLM")
+        return self._adapters
+
+    def _pinned(self, adapter: str | None) -> AbstractContextManager[str | None]:
+        return nullcontext() if adapter is None else self._registry.pinned(adapter)
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
@@ -286,7 +356,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot; plain data."""
         stats = self._scheduler.stats()
-        return EngineStats(stats.counters, stats.gauges, EngineTimes(**self._times))
+        return EngineStats(stats.counters, stats.gauges, EngineTimes(**self._times), stats.groups)
 
     def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Sequence[int]:
         """The token ids of a text prompt; token ids as they are. Raises InvalidParameterError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anaphora.core.stats import Counters, Gauges
+from anaphora.core.stats import Counters, Gauges, GroupGauges
 
 FinishReason = str
 """`stop` (end token, stop token or stop string), `length` (max_tokens, context limit or pool limit),
@@ -126,8 +126,9 @@ class EngineTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The scheduler's counters and gauges, and where the time went."""
+    """The scheduler's counters and gauges, what each group of the cache holds, and where the time went."""
 
     counters: Counters
     gauges: Gauges
     times: EngineTimes
+    groups: tuple[GroupGauges, ...] = ()

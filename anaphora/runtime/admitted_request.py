@@ -13,13 +13,16 @@ from anaphora.core.ids import TokenId
 from anaphora.core.plan import Admission
 from anaphora.errors import UnsupportedModelError
 from anaphora.runtime.grammar import GrammarFactory, GrammarState
+from anaphora.runtime.lora.adapter import Adapter
 from anaphora.runtime.sampler import SamplingRow, TokenCounts
 
 
 class AdmittedRequest:
-    """row: in the block tables, once it has one. prompt: its tokens, None unless their log-probabilities are wanted."""
+    """row: in the block tables, once it has one. prompt: its tokens, None unless their log-probabilities are wanted.
+    adapter: what every token of it is computed with.
+    """
 
-    __slots__ = ("_counts", "_end_token_ids", "_grammar", "_may_end_at", "_seed", "prompt", "row", "sampling")
+    __slots__ = ("_counts", "_end_token_ids", "_grammar", "_may_end_at", "_seed", "adapter", "prompt", "row", "sampling")
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class AdmittedRequest:
     ) -> None:
         sampling, num_prompt_tokens = admission.sampling, admission.num_prompt_tokens
         self.row = -1
+        self.adapter: Adapter | None = None
         self.sampling = sampling
         self.prompt = None if sampling.prompt_logprobs is None else admission.token_ids[:num_prompt_tokens]
         self._seed = admission.seed

@@ -149,7 +149,7 @@ class RecurrentLayers:
         self._layers: list[torch.nn.Module] = []
         self._one_by_one: set[torch.nn.Module] = set()
         for layer in module.modules():
-            if _takes_a_state(layer):
+            if takes_a_state(layer):
                 witness = _Witness()
                 _call(layer, layer.forward, _probe(module, layer, 2), witness)
                 if not witness.shapes:
@@ -236,15 +236,20 @@ class RecurrentLayers:
         return {key: shape for key, shape in self.shapes.items() if key.layer_idx == layer.layer_idx}
 
 
-def _takes_a_state(layer: torch.nn.Module) -> bool:
+def takes_a_state(layer: torch.nn.Module) -> bool:
     """A layer that reads or writes recurrent state itself, which its source shows: the calls have no other name."""
     if not isinstance(getattr(layer, "layer_idx", None), int):
         return False
     forward = inspect.unwrap(type(layer).forward)
-    return CACHE_ARGUMENT in inspect.signature(forward).parameters and {
-        "get_conv_state",
-        "get_recurrent_state",
-    } & set(forward.__code__.co_names) != set()
+    return (
+        CACHE_ARGUMENT in inspect.signature(forward).parameters
+        and {
+            "get_conv_state",
+            "get_recurrent_state",
+        }
+        & set(forward.__code__.co_names)
+        != set()
+    )
 
 
 def _probe(module: PreTrainedModel, layer: torch.nn.Module, num_tokens: int) -> torch.Tensor:

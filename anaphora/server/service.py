@@ -74,7 +74,7 @@ class Service:
     def with_room(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """The same with max_tokens as large as the context limit, or without one the pool, leaves room for."""
         engine = self.engine.engine
-        limit = engine.max_model_len or engine.num_blocks * engine.block_size + 1
+        limit = engine.max_model_len or engine.capacity_tokens + 1
         return replace(params, max_tokens=max(1, params.min_tokens, limit - num_prompt_tokens))
 
     def render(self, fields: ConversationFields, *, default_generation_prompt: bool = True) -> str:

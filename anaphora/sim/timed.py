@@ -15,9 +15,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from anaphora.core.cache_manager import CacheManager
+from anaphora.core.cache_manager import CacheManager, Staged
 from anaphora.core.eviction import PolicyFactory
-from anaphora.core.ids import BlockId
 from anaphora.core.plan import StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
@@ -94,7 +93,7 @@ class _TraceCacheManager(CacheManager):
     def register(self, request: Request) -> None:
         request.chain = TraceChain(self.next_block_ids, self.block_size)
 
-    def stage(self, request: Request, num_computed_tokens: int) -> list[BlockId]:
+    def stage(self, request: Request, num_computed_tokens: int) -> Staged:
         """Blocks of generated text have no ids: they are never findable."""
         assert request.chain is not None, "register gave it one"
         return super().stage(request, min(num_computed_tokens, len(request.chain.hashes) * self.block_size))

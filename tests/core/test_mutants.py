@@ -80,8 +80,8 @@ MUTANTS = [
         (
             (
                 "block_pool.py",
-                "        self.index.remove_all(blocks)\n        self.num_evicted",
-                "        self.num_evicted",
+                "        if self._on_lost is None:\n            self.index.remove_all(blocks)\n",
+                "        if self._on_lost is None:\n            pass\n",
             ),
         ),
     ),
@@ -91,8 +91,8 @@ MUTANTS = [
         (
             (
                 "block_pool.py",
-                "        self.index.remove_all(blocks)\n        self.num_evicted",
-                "        self.num_evicted",
+                "        if self._on_lost is None:\n            self.index.remove_all(blocks)\n",
+                "        if self._on_lost is None:\n            pass\n",
             ),
         ),
     ),
@@ -205,9 +205,9 @@ MUTANTS = [
         "test_sharing_within_a_step::test_a_failed_writer_takes_its_readers_along_and_nobody_else",
         (
             (
-                "scheduler.py",
-                "            writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}\n",
-                "            writers = set()\n",
+                "step.py",
+                "        writers = {self.pending_writer[block] for block in hit.blocks[hit.num_committed :]}\n",
+                "        writers = set()\n",
             ),
         ),
     ),
