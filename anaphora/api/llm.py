@@ -88,8 +88,9 @@ class LLM:
         """Generate for one prompt or several; the outputs in the order of the prompts.
 
         prompts: text or token ids, or a list of those. adapter: name of a LoRA adapter; see load_adapter.
-        sampling_params, cache_salt, priority, adapter: one for all, or a list of one for each prompt. All are checked before the first one runs. Raises RequestError; on that, and on
-        KeyboardInterrupt, nothing of this call is left in the engine.
+        sampling_params, cache_salt, priority, adapter: one for all, or a list of one for each prompt. All are checked
+        before the first one runs. Raises RequestError, AdapterError; on that, and on KeyboardInterrupt, nothing of this
+        call is left in the engine.
         """
         todo = prompt_list(prompts)
         params = per_request("sampling_params", _or_default(sampling_params), len(todo))

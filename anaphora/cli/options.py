@@ -87,9 +87,9 @@ class EngineOptions:
     ]
     dtype: Annotated[str, _engine(help=f"Of weights and K/V: {', '.join(DTYPES)}.")] = _ENGINE["dtype"]
     device: Annotated[str | None, _engine(help="Torch device; without it the CPU.")] = _ENGINE["device"]
-    max_loras: Annotated[
-        int, _engine(help="Most LoRA adapters in memory; others are read again on use.")
-    ] = _ENGINE["max_loras"]
+    max_loras: Annotated[int, _engine(help="Most LoRA adapters in memory; others are read again on use.")] = _ENGINE[
+        "max_loras"
+    ]
     max_lora_rank: Annotated[int, _engine(help="The largest rank of a LoRA adapter.")] = _ENGINE["max_lora_rank"]
     fast_forward: Annotated[
         bool,

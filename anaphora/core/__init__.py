@@ -4,7 +4,7 @@ from anaphora.core import CacheManager, Request, Scheduler, root_digest
 """
 
 from anaphora.core.block_pool import BlockPool
-from anaphora.core.cache_manager import CacheManager, Staged
+from anaphora.core.cache_manager import CacheManager
 from anaphora.core.groups import AttentionKind, CacheLayout, ChunkedAttention, FullAttention, SlidingWindow
 from anaphora.core.hashing import BlockChain, ExtraKey, ExtraKeyKind, root_digest, salt_key, sha256
 from anaphora.core.hit import Hit
@@ -14,6 +14,7 @@ from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPl
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.core.request import Request, RequestState
 from anaphora.core.scheduler import RequestUpdate, Scheduler
+from anaphora.core.staged import Staged
 from anaphora.core.stats import Counters, Gauges, GroupGauges, Stats
 
 __all__ = [

@@ -10,8 +10,7 @@ of recurrent state are found by the lineages of the spine; when it forgets a beg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.capacity import Capacity
@@ -24,28 +23,12 @@ from anaphora.core.hit import NO_HIT, Hit, accepted_hit
 from anaphora.core.ids import BlockId, Lineage, RequestId, StateSlot, cdiv
 from anaphora.core.prefix_index import NO_LINEAGE
 from anaphora.core.request import Request
-from anaphora.core.side_group import SideGroup
+from anaphora.core.side_groups import SideGroups
+from anaphora.core.staged import Staged
 from anaphora.core.stats import GroupGauges
 from anaphora.errors import ConfigError
 
 _ENTRIES_PER_BLOCK = 8  # of a virtual spine: it remembers beginnings longer than the windows in the pool
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """What the step in flight makes findable for one request, if it succeeds.
-
-    blocks: of the spine. sides: for each side group, the blocks at the same places. state_of, save_state: the lineage
-    of the checkpoint that it saves, and the slot; None if it saves none.
-    """
-
-    blocks: list[BlockId]
-    sides: tuple[list[BlockId], ...] = ()
-    state_of: Lineage = NO_LINEAGE
-    save_state: StateSlot | None = None
-
-    def side_blocks(self) -> Iterator[BlockId]:
-        return (block for blocks in self.sides for block in blocks)
 
 
 class CacheManager:
@@ -91,7 +74,7 @@ class CacheManager:
         self.spine = self.pool
         if not layout.has_spine:
             self.spine = BlockPool(_ENTRIES_PER_BLOCK * num_blocks, eviction_policy, on_lost=self._lose)
-        self.sides = [SideGroup(kind, number, self.pool, block_size) for number, kind in enumerate(kinds)]
+        self.sides = SideGroups(kinds, self.pool, block_size)
         self.capacity = Capacity(num_blocks, self.spine.num_blocks, block_size, layout.has_spine, self.sides)
         self._root = root
         self._hash_function = hash_function
@@ -111,7 +94,7 @@ class CacheManager:
     @property
     def num_available(self) -> int:
         """Free blocks that no running request was promised."""
-        return self.pool.num_free - sum(side.num_owed for side in self.sides)
+        return self.pool.num_free - self.sides.num_owed
 
     def table(self, request_id: RequestId) -> Sequence[BlockId]:
         """The spine's block ids of a live request in order of position; empty if it holds none."""
@@ -158,11 +141,8 @@ class CacheManager:
         """
         num_needed = self._num_spine_needed(request, hit) if self.spine is self.pool else 0
         if self.sides:
-            ref_counts = self.pool.ref_counts
             chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
-            for side, blocks in zip(self.sides, hit.sides or [()] * len(self.sides), strict=True):
-                num_needed += sum(ref_counts[block] == 0 for block in blocks)
-                num_needed += max(0, side.most_blocks(request.num_tokens, chunk) - len(blocks))
+            num_needed += self.sides.num_needed(request.num_tokens, hit, chunk)
         return num_needed
 
     def _num_spine_needed(self, request: Request, hit: Hit) -> int:
@@ -184,9 +164,7 @@ class CacheManager:
         self.spine.touch(hit.blocks)  # before allocating, which may evict whatever is free
         if self.sides:
             chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
-            for side, blocks in zip(self.sides, hit.sides or [()] * len(self.sides), strict=True):
-                self.pool.touch_side(side.number, blocks)
-                side.admit(request_id, blocks, len(hit.blocks), side.most_blocks(request.num_tokens, chunk))
+            self.sides.admit(request_id, request.num_tokens, hit, chunk)
         num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
         self._tables[request_id] = hit.blocks + self.spine.allocate(num_new)
         request.num_computed_tokens = hit.num_tokens
@@ -222,20 +200,19 @@ class CacheManager:
         table = self._tables[request.request_id]
         num_new = max(0, cdiv(num_tokens, self.block_size) - len(table))
         if self.sides:
-            num_side = sum(side.num_missing(request.request_id, num_tokens) for side in self.sides)
+            num_side = self.sides.num_missing(request.request_id, num_tokens)
             if num_side + (num_new if self.spine is self.pool else 0) > self.pool.num_free:
                 return False
         if num_new > self.spine.num_free:
             return False
         if num_new:
             table += self.spine.allocate(num_new)
-        for side in self.sides:
-            side.extend(request.request_id, num_tokens)
+        self.sides.extend(request.request_id, num_tokens)
         return True
 
     def take_new_block_ids(self, request: Request) -> tuple[tuple[BlockId, ...], ...]:
         """For each group of the layout, the entries of the table that no plan has told of yet; they count as told."""
-        sides = tuple(side.take_new(request.request_id) for side in self.sides)
+        sides = self.sides.take_new(request.request_id)
         if self.spine is not self.pool:
             return sides
         table = self._tables[request.request_id]
@@ -256,9 +233,7 @@ class CacheManager:
         if not blocks or (not self.sides and self.checkpoints is None):
             return Staged(blocks)
         lineages = self._lineages_of(blocks)
-        sides = tuple(side.tables[request.request_id].blocks[first : first + num_staged] for side in self.sides)
-        for side, side_blocks in zip(self.sides, sides, strict=True):
-            self.pool.sides.stage(side.number, lineages, side_blocks)
+        sides = self.sides.stage(request.request_id, first, lineages)
         if self.checkpoints is None or (first + num_staged) * self.block_size != num_computed_tokens:
             return Staged(blocks, sides)
         slot = self.checkpoints.stage(request, num_computed_tokens, lineages[-1])
@@ -275,17 +250,14 @@ class CacheManager:
         if staged.sides:
             lineages = self._lineages_of(blocks)
             hashes = [self.spine.index.hashes[block] for block in blocks]
-            for side, side_blocks in zip(self.sides, staged.sides, strict=True):
-                self.pool.commit_side(side.number, lineages, hashes, side_blocks)  # type: ignore[arg-type]
+            self.sides.commit(lineages, hashes, staged.sides)  # type: ignore[arg-type]
         if self.checkpoints is not None and staged.save_state is not None:
             self.checkpoints.commit(staged.state_of)
 
     def withdraw(self, staged: Staged) -> None:
         """The step failed: what was staged for it is findable no more."""
         if staged.sides:
-            lineages = self._lineages_of(staged.blocks)
-            for side, side_blocks in zip(self.sides, staged.sides, strict=True):
-                self.pool.sides.end_pending(side.number, lineages, side_blocks)
+            self.sides.withdraw(self._lineages_of(staged.blocks), staged.sides)
         if self.checkpoints is not None and staged.save_state is not None:
             self.checkpoints.withdraw(staged.state_of)
         self.spine.withdraw(staged.blocks)
@@ -293,16 +265,14 @@ class CacheManager:
     def give_back(self, request: Request) -> None:
         """Let go of the blocks that no later token of a running request sees. While free, they stay findable."""
         caught_up = request.num_computed_tokens >= request.num_tokens
-        for side in self.sides:
-            side.give_back(request.request_id, request.num_computed_tokens, caught_up=caught_up)
+        self.sides.give_back(request.request_id, request.num_computed_tokens, caught_up=caught_up)
 
     def free(self, request: Request) -> None:
         """Give every block of a request back, once. Committed blocks stay findable until they are reused."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
             self.spine.free(table)
-            for side in self.sides:
-                side.free(request.request_id)
+            self.sides.free(request.request_id)
             if self.checkpoints is not None:
                 self.checkpoints.end(request.request_id)
         request.num_computed_tokens = 0
@@ -336,11 +306,7 @@ class CacheManager:
 
     def group_gauges(self) -> tuple[GroupGauges, ...]:
         """What each group of the layout holds now."""
-        sides = self.pool.sides
-        gauges = [
-            GroupGauges(str(side.kind), sides.num_live[side.number], sides.num_cached[side.number])
-            for side in self.sides
-        ]
+        sides, gauges = self.pool.sides, self.sides.gauges()
         if self.spine is self.pool:
             num_live = self.pool.num_live - sum(sides.num_live)
             num_cached = self.pool.free_queue.num_cached - sum(sides.num_cached)

@@ -7,7 +7,7 @@ again until nobody takes anything away. Changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from anaphora.core.checkpoints import Checkpoints
@@ -50,7 +50,7 @@ def accepted_hit(
     num_committed: int,
     lineages: Sequence[Lineage],
     block_size: int,
-    groups: Sequence[SideGroup],
+    groups: Iterable[SideGroup],
     index: SideIndex,
     checkpoints: Checkpoints | None,
 ) -> Hit:
@@ -78,7 +78,7 @@ def accepted_hit(
 
 
 def _longest(
-    groups: Sequence[SideGroup],
+    groups: Iterable[SideGroup],
     checkpoints: Checkpoints | None,
     lineages: Sequence[Lineage],
     count: int,

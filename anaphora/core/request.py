@@ -30,8 +30,8 @@ class Request:
 
     num_cached_tokens: the hit at first admission; never changes after. num_computed_tokens: tokens whose K/V are in the
     pool now. furthest_computed: the most that it ever was, so that what is computed again after a preemption is told
-    apart. adapter: digest of its LoRA adapter, which is among the extra_keys, too. chain is None where prefix caching is
-    off.
+    apart. adapter: digest of its LoRA adapter, which is among the extra_keys, too. chain is None where prefix caching
+    is off.
     Raises EmptyPromptError, InvalidTokenError.
     """
 

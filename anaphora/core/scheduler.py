@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from anaphora.config import SCHEDULING_POLICIES
-from anaphora.core import accounting
+from anaphora.core import accounting, limits
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.followers import Followers
 from anaphora.core.hit import Hit
@@ -31,7 +31,7 @@ from anaphora.core.request import Request, RequestState
 from anaphora.core.stats import Counters, Gauges, Stats
 from anaphora.core.step import InFlight, Step
 from anaphora.core.waiting_queue import Rank, WaitingQueue
-from anaphora.errors import ConfigError, DuplicateRequestError, PromptTooLongError, UnknownRequestError
+from anaphora.errors import ConfigError, DuplicateRequestError, UnknownRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +95,7 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Refuse at once what can never run, whatever is cached. Raises PromptTooLongError."""
-        if self.max_model_len is not None and num_prompt_tokens >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens, but prompt and output together may have "
-                f"{self.max_model_len} (max_model_len); shorten it to {self.max_model_len - 1} or less"
-            )
-        if num_prompt_tokens > self.cache.capacity_tokens:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens, but the whole pool holds {self.cache.capacity_tokens} "
-                f"({self.cache.pool.num_blocks} blocks of {self.cache.block_size}); shorten it or raise num_blocks"
-            )
+        limits.check_fits(num_prompt_tokens, self.max_model_len, self.cache)
 
     def finish(self, request_id: str, reason: str) -> None:
         """End a live request from outside (`stop`, `abort`). While a step is in flight it ends with that step.
@@ -335,26 +326,12 @@ class Scheduler:
         elif token is not None:
             request.append(token.token_id)
             self._counters.num_generated_tokens += 1
-            reason = self._finish_reason(request, token.token_id)
+            reason = limits.finish_reason(request, token.token_id, self.max_model_len, self.cache)
         elif request.sampling.max_tokens == 0 and request.num_computed_tokens == request.num_tokens:
             reason = "length"  # the prompt is scored
         if reason is not None:
             self._end(request, reason)
         return RequestUpdate(request, token, reason)
-
-    def _finish_reason(self, request: Request, token_id: int) -> str | None:
-        if request.num_output_tokens > request.sampling.min_tokens:
-            if token_id in request.eos_token_ids:
-                return "stop"
-            if token_id in request.sampling.stop_token_ids:
-                request.stop_reason = token_id
-                return "stop"
-        if request.num_output_tokens >= request.sampling.max_tokens:
-            return "length"
-        if self.max_model_len is not None and request.num_tokens >= self.max_model_len:
-            return "length"
-        # The last token's K/V are never needed, so one token more than the pool holds can be known.
-        return "length" if request.num_tokens > self.cache.capacity_tokens else None
 
     # -- the cache as a whole ------------------------------------------------------------------------------------------
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from anaphora.core.cache_manager import Staged
 from anaphora.core.frontier import Frontier
 from anaphora.core.hit import Hit
 from anaphora.core.ids import BlockId, RequestId
 from anaphora.core.plan import Admission, ScheduledRequest
 from anaphora.core.request import Request
+from anaphora.core.staged import Staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ class Step:
     def note_writer(self, request_id: RequestId, staged: Staged) -> None:
         for block in staged.blocks:
             self.pending_writer[block] = request_id
-        for block in staged.side_blocks():
-            self.pending_side_writer[block] = request_id
+        for blocks in staged.sides:
+            for block in blocks:
+                self.pending_side_writer[block] = request_id
 
     def writers(self, hit: Hit) -> set[RequestId]:
         """Whose pending blocks a hit uses."""

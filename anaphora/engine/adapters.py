@@ -10,11 +10,12 @@ name stands for when it comes in, and keeps it to its end, whatever the name sta
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from anaphora.errors import (
     AdapterChangedError,
@@ -27,6 +28,8 @@ from anaphora.errors import (
 )
 
 MAX_NAME_CHARS = 256
+
+_logger = logging.getLogger(__name__)
 
 
 class Adapter(Protocol):
@@ -43,9 +46,9 @@ class Adapter(Protocol):
 
 
 class AdapterHolder(Protocol):
-    """The part of an executor that holds adapters."""
+    """The part of an executor that holds adapters, of the kind that the reader of the same engine gives."""
 
-    def add_adapter(self, adapter: Adapter) -> None: ...
+    def add_adapter(self, adapter: Any) -> None: ...
 
     def remove_adapter(self, digest: str) -> None: ...
 
@@ -155,8 +158,9 @@ class AdapterRegistry:
         try:
             adapter = self._read(info.folder)
         except AdapterError as error:
+            _logger.warning("adapter %r cannot be read again", info.name, exc_info=error)  # who asks sees no folder
             raise AdapterChangedError(
-                f"adapter {info.name!r} had left memory and cannot be read again ({error}): load it anew"
+                f"adapter {info.name!r} had left memory and cannot be read again: load it anew"
             ) from error
         if adapter.digest != info.digest:
             raise AdapterChangedError(

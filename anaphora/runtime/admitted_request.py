@@ -22,7 +22,17 @@ class AdmittedRequest:
     adapter: what every token of it is computed with.
     """
 
-    __slots__ = ("_counts", "_end_token_ids", "_grammar", "_may_end_at", "_seed", "adapter", "prompt", "row", "sampling")
+    __slots__ = (
+        "_counts",
+        "_end_token_ids",
+        "_grammar",
+        "_may_end_at",
+        "_seed",
+        "adapter",
+        "prompt",
+        "row",
+        "sampling",
+    )
 
     def __init__(
         self,

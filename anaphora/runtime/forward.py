@@ -26,9 +26,25 @@ class _Hidden(BaseModelOutput):
         return None
 
 
-def module_lock(module: PreTrainedModel) -> RLock:
-    """Held while a module is switched. Engines that share a module take turns, so the lock is on the module, too."""
-    lock: RLock = vars(module).setdefault("_anaphora_lock", RLock())
+class ModuleLock:
+    """Held while a module is switched. A copy of the module, in memory or by way of a pickle, gets one of its own."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[ModuleLock], tuple[()]]:
+        return ModuleLock, ()
+
+
+def module_lock(module: PreTrainedModel) -> ModuleLock:
+    """Engines that share a module take turns: the switch is on the module, so its lock is, too."""
+    lock: ModuleLock = vars(module).setdefault("_anaphora_lock", ModuleLock())
     return lock
 
 

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.engine import Engine
 from anaphora.errors import ConfigError, EngineStoppedError
+from anaphora.server.adapters import load_adapter, unload_adapter
 from anaphora.server.chat import prepare_chat
 from anaphora.server.completions import prepare_completion
 from anaphora.server.config import ServerConfig
@@ -92,6 +93,10 @@ def build_app(
             Route("/v1/responses", generating("responses", prepare_response), methods=["POST"]),
             Route("/tokenize", _JsonEndpoint(service, places, tokenize), methods=["POST"]),
             Route("/detokenize", _JsonEndpoint(service, places, detokenize), methods=["POST"]),
+            Route("/v1/load_lora_adapter", _JsonEndpoint(service, places, load_adapter, admin=True), methods=["POST"]),
+            Route(
+                "/v1/unload_lora_adapter", _JsonEndpoint(service, places, unload_adapter, admin=True), methods=["POST"]
+            ),
             Route("/reset_prefix_cache", site.reset_prefix_cache, methods=["POST"]),
             Route("/health", site.health),
             Route("/ready", site.health),
@@ -117,14 +122,11 @@ class _Site:
 
     async def models(self, request: Request) -> Response:
         self._service.authenticate(request.scope)
-        model = {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "anaphora",
-            "max_model_len": self._service.engine.engine.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        engine, base = self._service.engine.engine, self._service.model_name
+        common = {"object": "model", "created": 0, "owned_by": "anaphora", "max_model_len": engine.max_model_len}
+        models = [{"id": base, **common}]
+        models += [{"id": adapter.name, **common, "parent": base} for adapter in engine.adapters]
+        return JSONResponse({"object": "list", "data": models})
 
     async def version(self, request: Request) -> Response:
         """root: the digest of what the model is; equal roots compute equal K/V."""
@@ -151,16 +153,17 @@ class _Site:
 
 
 class _JsonEndpoint:
-    """An ASGI application: JSON in, JSON out, at once."""
+    """An ASGI application: JSON in, JSON out, at once. admin: only for admins."""
 
-    def __init__(self, service: Service, places: Places, answer: _Answer) -> None:
+    def __init__(self, service: Service, places: Places, answer: _Answer, *, admin: bool = False) -> None:
         self._service = service
         self._places = places
         self._answer = answer
+        self._authenticate = service.authenticate_admin if admin else service.authenticate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection, config = Connection(scope, receive, send), self._service.config
-        self._service.authenticate(scope)
+        self._authenticate(scope)
         self._places.take()
         try:
             async with asyncio.timeout(config.request_timeout_s):

@@ -43,7 +43,9 @@ class ChoicesJob(Job):
         self.num_logprobs = params.logprobs
         salt = service.domains.salt(arrival.caller, fields.cache_salt)
         self.requests = [
-            NewRequest(prompt, choice, cache_salt=salt, priority=fields.priority or 0)
+            NewRequest(
+                prompt, choice, cache_salt=salt, priority=fields.priority or 0, adapter=service.adapter_of(fields)
+            )
             for prompt in prompts
             for choice in params.choices()
         ]
@@ -51,7 +53,7 @@ class ChoicesJob(Job):
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.name_of(fields),
         }
         options = fields.stream_options
         self._include_usage = bool(options and options.include_usage)

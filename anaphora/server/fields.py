@@ -124,11 +124,26 @@ class DetokenizeFields(RequestFields):
     skip_special_tokens: bool | None = None
 
 
+class LoadAdapterFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    lora_name: str
+    lora_int_id: int | None = None  # without effect: adapters have no numbers here
+
+
 MAX_CONTAINERS = 200_000
 """Most opening brackets and braces in a body, those in strings among them. Python cannot do anything else while a body
 becomes objects: a second for a million of them. No prompt that fits has so many."""
 
-_Fields = TypeVar("_Fields", bound=RequestFields)
+_Fields = TypeVar("_Fields", bound=BaseModel)
 
 
 def parse_fields(kind: type[_Fields], body: bytes) -> _Fields:

@@ -37,7 +37,8 @@ class ResponsesJob(Job):
     ) -> None:
         self.stream = bool(fields.stream)
         salt = service.domains.salt(arrival.caller, fields.cache_salt)
-        self.requests = [NewRequest(prompt, params, cache_salt=salt, priority=fields.priority or 0)]
+        adapter = service.adapter_of(fields)
+        self.requests = [NewRequest(prompt, params, cache_salt=salt, priority=fields.priority or 0, adapter=adapter)]
         self._fields = fields
         self._arrival = arrival
         self._item_id = f"msg_{uuid.uuid4().hex}"
@@ -46,7 +47,7 @@ class ResponsesJob(Job):
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": service.model_name,
+            "model": service.name_of(fields),
             "error": None,
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,

@@ -59,10 +59,19 @@ class Service:
         """A body as its model; a large one beside the event loop. Raises ApiError."""
         small = len(body) <= _SMALL_BODY_BYTES
         fields = parse_fields(kind, body) if small else await self.engine.in_worker(parse_fields, kind, body)
-        if fields.model is not None and fields.model != self.model_name:
-            message = f"this server has no model {fields.model!r}, it serves {self.model_name!r}"
+        adapter = self.adapter_of(fields)
+        if adapter is not None and adapter not in {info.name for info in self.engine.engine.adapters}:
+            message = f"this server has no model {adapter!r}, it serves {self.model_name!r}; see GET /v1/models"
             raise ApiError(404, message, param="model", code="model_not_found")
         return fields
+
+    def adapter_of(self, fields: RequestFields) -> str | None:
+        """The adapter that `model` names; None for the model itself."""
+        return None if fields.model in (None, self.model_name) else fields.model
+
+    def name_of(self, fields: RequestFields) -> str:
+        """What the reply calls the model."""
+        return self.adapter_of(fields) or self.model_name
 
     async def on_worker(self, prompt_field: str, work: Callable[[], _T], names: Mapping[str, str] | None = None) -> _T:
         """Tokenise or render on a worker thread. Raises ApiError; see errors.as_api_error for the names."""

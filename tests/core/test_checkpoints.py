@@ -233,6 +233,8 @@ def test_a_state_that_rolls_for_one_stays_when_another_has_a_reason_to_keep_it()
     checkpoints = Checkpoints(4, 64, 4)
     a, b = make_request("a", range(6)), make_request("b", range(9))
     assert checkpoints.stage(a, 8, Lineage(5)) == 0
+    assert checkpoints.longest([Lineage(4), Lineage(5)], 2) == 0  # it is not there yet
+    assert checkpoints.longest([Lineage(4), Lineage(5)], 2, with_pending=True) == 2
     checkpoints.commit(Lineage(5))
     assert checkpoints.stage(b, 8, Lineage(5)) is None  # b's last boundary
     assert checkpoints.stage(a, 12, Lineage(6)) == 1

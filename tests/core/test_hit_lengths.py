@@ -84,7 +84,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 @pytest.mark.parametrize("kinds", LAYOUTS, ids=str)
 def test_in_a_pool_that_holds_everything_no_group_shortens_a_hit(kinds: tuple[AttentionKind, ...]) -> None:
     random = Random(1)
-    world = World(700, BLOCK_SIZE, budget=random.choice([7, 16, 64]), layout=CacheLayout(kinds))
+    world = World(140 * len(kinds), BLOCK_SIZE, budget=random.choice([7, 16, 64]), layout=CacheLayout(kinds))
     known: list[list[int]] = []
     for number in range(12):
         base = random.choice(known) if known else []

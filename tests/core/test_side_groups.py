@@ -193,6 +193,12 @@ def test_the_capacity_counts_every_group(kinds: tuple[AttentionKind, ...], num_b
     assert (request.num_output_tokens, request.finish_reason) == (2, "length")  # one more than fits
 
 
+def test_a_pool_without_a_block_for_each_group_is_refused() -> None:
+    CacheManager(3, 4, layout=layout(FullAttention(), SlidingWindow(4), ChunkedAttention(4)))
+    with pytest.raises(ConfigError, match="3 groups"):
+        CacheManager(2, 4, layout=layout(FullAttention(), SlidingWindow(4), ChunkedAttention(4)))
+
+
 def test_a_step_computes_no_more_than_the_side_groups_can_hold() -> None:
     # 12 blocks: five of the spine leave seven. In a window of 5, c tokens take at most cdiv(c + 3, 4) + 1 blocks.
     world = World(12, 2, budget=64, layout=layout(FullAttention(), SlidingWindow(3)))

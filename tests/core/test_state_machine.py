@@ -89,6 +89,7 @@ class ControlPlane(RuleBasedStateMachine):
         interval: int,
     ) -> None:
         layout = data.draw(type(self).layouts)
+        num_blocks = max(num_blocks, len(layout.groups))
         self.alphabet = alphabet
         self.max_model_len = max_model_len
         self.caching = caching
@@ -350,6 +351,6 @@ TestOneByteHash.settings = SETTINGS
 TestConstantHash = ConstantHash.TestCase
 TestConstantHash.settings = SETTINGS
 TestAnyLayout = AnyLayout.TestCase
-TestAnyLayout.settings = SETTINGS
+TestAnyLayout.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 2)
 TestAnyLayoutAndConstantHash = AnyLayoutAndConstantHash.TestCase
-TestAnyLayoutAndConstantHash.settings = SETTINGS
+TestAnyLayoutAndConstantHash.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 2)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from anaphora.core.groups import FullAttention
+from anaphora.core.groups import ChunkedAttention, FullAttention, SlidingWindow
 from anaphora.core.ids import BlockId, RequestId, TokenId
 from anaphora.core.plan import ScheduledRequest
 from anaphora.runtime.attention import PagedContext
@@ -132,6 +132,35 @@ def test_single_tokens_share_a_call_only_while_padding_is_cheap() -> None:
     inputs = build_inputs([scheduled[3], *scheduled[:3]], [3, 0, 1, 2], tables, FULL, torch.float32)
     assert [(call.begin, call.end) for call in inputs.groups[0].calls] == [(0, 3), (3, 4)]
     assert inputs.spans == ((3, 4), (0, 1), (1, 2), (2, 3))
+
+
+def test_a_window_reads_only_the_blocks_that_hold_a_key_it_sees() -> None:
+    """Up to the end of the tables, which the shorter of two sequences in one call does not read beyond."""
+    tables = BlockTables(2, 3, 24, BLOCK_SIZE, CPU)
+    tables.append([(row, [range(10 * row + 1, 10 * row + 7), range(10 * row + 31, 10 * row + 37)]) for row in range(3)])
+    scheduled = [request(23, 1), request(22, 1), request(13, 7)]
+    inputs = build_inputs(scheduled, [0, 1, 2], tables, [FullAttention(), SlidingWindow(4)], torch.float32)
+    assert [call.block_ids.tolist() for call in inputs.groups[0].calls] == [
+        [*range(1, 7), *range(11, 17)],
+        [*range(21, 26)],
+    ]
+    singles, chunk = inputs.groups[1].calls
+    assert singles.block_ids.tolist() == [36, 0, 45, 46]  # positions 20 to 23; 19 to 22
+    assert (singles.mask[:, 0, 0] == 0).long().tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0]]
+    assert singles.stale_slots.tolist() == [15]
+    assert (chunk.block_ids.tolist(), chunk.num_unseen, chunk.num_keys) == ([53, 54, 55], 2, 10)  # positions 10 to 19
+    assert (chunk.mask == 0).long().tolist() == [[0] * i + [1] * 4 + [0] * (6 - i) for i in range(7)]
+    assert inputs.groups[1].slot_mapping.tolist() == [147, 186, *range(217, 220), *range(220, 224)]
+
+
+def test_a_chunk_that_starts_with_its_tokens_is_plainly_causal() -> None:
+    tables = BlockTables(1, 1, 24, BLOCK_SIZE, CPU)
+    tables.append([(0, [range(1, 7)])])
+    for start, n, causal in ((0, 8, True), (8, 8, True), (8, 9, False), (7, 2, False), (9, 3, False)):
+        inputs = build_inputs([request(start, n)], [0], tables, [ChunkedAttention(8)], torch.float32)
+        (call,) = inputs.groups[0].calls
+        assert call.is_causal == causal
+        assert (call.mask is None) == causal
 
 
 def test_released_rows_are_clean() -> None:

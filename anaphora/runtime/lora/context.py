@@ -37,14 +37,14 @@ class AdapterContext:
         before = [(layer, vars(layer).get("forward")) for layer in parts]
         try:
             for layer, changes in parts.items():
-                layer.forward = _changed(layer, changes, self.num_tokens, waiting)  # type: ignore[method-assign]
+                vars(layer)["forward"] = _changed(layer, changes, self.num_tokens, waiting)
             yield
         finally:
             for layer, forward in before:
                 if forward is None:
                     vars(layer).pop("forward", None)
                 else:
-                    layer.forward = forward  # type: ignore[method-assign]
+                    vars(layer)["forward"] = forward
         if waiting:
             raise RuntimeError(f"{len(waiting)} layers that an adapter changes were not called: was the model altered?")
 

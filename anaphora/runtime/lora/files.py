@@ -1,7 +1,7 @@
 """From a folder that PEFT has written to an adapter of one model: all of it, or a typed error and nothing.
 
-Knows the two files; what their settings mean is in `settings`, what an adapter is in `adapter`. Every byte is read once,
-into memory, before any of it is looked at: what is changed on disk meanwhile cannot be half seen.
+Knows the two files; what their settings mean is in `settings`, what an adapter is in `adapter`. Each file is read once
+and whole before any of it is looked at, so a file that is replaced meanwhile is not half seen.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class AdapterReader:
             pairs[path] = LowRankPair(layer, a, b, settings.scaling_of(path))
         return pairs
 
-    def _check_paths(
-        self, settings: AdapterSettings, paths: set[str], targets: Mapping[str, torch.nn.Linear]
-    ) -> None:
+    def _check_paths(self, settings: AdapterSettings, paths: set[str], targets: Mapping[str, torch.nn.Linear]) -> None:
         """What the file holds, what the settings ask for and what the model has are the same layers."""
         known = dict(self._module.named_modules())
         # The head is no target of "all-linear"; as one that is named it is refused below.
@@ -130,7 +128,9 @@ def _read(path: Path, largest: int) -> bytes:
     except OSError as error:
         raise AdapterFileError(f"{path.name} cannot be read: {error.strerror}") from error
     if size > largest or len(data) > largest:
-        raise AdapterFileError(f"{path.name} has more than the {largest:,} bytes that an adapter of this model may have")
+        raise AdapterFileError(
+            f"{path.name} has more than the {largest:,} bytes that an adapter of this model may have"
+        )
     return data
 
 

@@ -11,9 +11,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from anaphora.errors import AdapterFileError, UnsupportedAdapterError
+
+_T = TypeVar("_T", int, float)
 
 _NO_EFFECT = frozenset(
     (
@@ -102,8 +105,11 @@ class AdapterSettings:
 
     def _layer_index(self, path: str) -> int | None:
         parts = path.split(".")
-        pairs = [(before, part) for before, part in zip(parts, parts[1:-1], strict=False) if part.isdecimal()]
-        found = [int(part) for before, part in pairs if not self.layer_lists or before in self.layer_lists]
+        found = [
+            int(part)
+            for before, part in pairwise(parts[:-1])
+            if part.isdecimal() and (not self.layer_lists or before in self.layer_lists)
+        ]
         return found[-1] if found else None
 
 
@@ -113,7 +119,7 @@ def _is_named(path: str, names: frozenset[str] | str) -> bool:
     return path in names or any(path.endswith(f".{name}") for name in names)
 
 
-def _by_pattern(path: str, patterns: Mapping[str, Any], default: Any) -> Any:
+def _by_pattern(path: str, patterns: Mapping[str, _T], default: _T) -> _T:
     """The value of the first pattern that is this path, or the end of it after a dot."""
     for pattern, value in patterns.items():
         if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", path):
