@@ -27,6 +27,7 @@ from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.protocols import Tokenizer
 from anaphora.errors import AnaphoraError, ConfigError, UnknownRequestError
+from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams
 
 _Add = Callable[..., None]
@@ -81,7 +82,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache_salt: str | Sequence[str | None] | None = None,
+        cache_salt: CacheSalt | Sequence[CacheSalt | None] | None = None,
         priority: int | Sequence[int] = 0,
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
@@ -104,7 +105,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache_salt: str | Sequence[str | None] | None = None,
+        cache_salt: CacheSalt | Sequence[CacheSalt | None] | None = None,
         priority: int | Sequence[int] = 0,
         adapter: str | Sequence[str | None] | None = None,
         tools: Sequence[Any] | None = None,
@@ -127,7 +128,7 @@ class LLM:
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        cache_salt: str | None = None,
+        cache_salt: CacheSalt | None = None,
         priority: int = 0,
         adapter: str | None = None,
         tools: Sequence[Any] | None = None,
@@ -204,7 +205,7 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams,
-        cache_salt: str | None,
+        cache_salt: CacheSalt | None,
         priority: int,
         adapter: str | None,
         *,
@@ -231,7 +232,7 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        cache_salt: str | None,
+        cache_salt: CacheSalt | None,
         priority: int,
         adapter: str | None,
         *,

@@ -6,7 +6,7 @@ from anaphora.core import CacheManager, Request, Scheduler, root_digest
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.groups import AttentionKind, CacheLayout, ChunkedAttention, FullAttention, SlidingWindow
-from anaphora.core.hashing import BlockChain, ExtraKey, ExtraKeyKind, root_digest, salt_key, sha256
+from anaphora.core.hashing import BlockChain, ExtraKey, ExtraKeyKind, root_digest, salt_key, salt_keys, sha256
 from anaphora.core.hit import Hit
 from anaphora.core.ids import NULL_BLOCK
 from anaphora.core.invariants import InvariantError, check_cache, check_scheduler
@@ -50,5 +50,6 @@ __all__ = [
     "check_scheduler",
     "root_digest",
     "salt_key",
+    "salt_keys",
     "sha256",
 ]

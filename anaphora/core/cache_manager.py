@@ -76,6 +76,8 @@ class CacheManager:
             self.spine = BlockPool(_ENTRIES_PER_BLOCK * num_blocks, eviction_policy, on_lost=self._lose)
         self.sides = SideGroups(kinds, self.pool, block_size)
         self.capacity = Capacity(num_blocks, self.spine.num_blocks, block_size, layout.has_spine, self.sides)
+        self._is_plain = not kinds and not layout.has_state  # one group: nothing but the spine to ask
+        self._nothing_staged = Staged([])
         self._root = root
         self._hash_function = hash_function
         self._memo = ChainMemo(max_blocks=self.spine.num_blocks)
@@ -127,7 +129,7 @@ class CacheManager:
             return NO_HIT
         index = self.spine.index
         blocks, num_committed = index.find(request.chain, self.max_hit_tokens(request) // self.block_size)
-        if not self.sides and self.checkpoints is None:
+        if self._is_plain:
             return Hit(blocks, num_committed, len(blocks) * self.block_size)
         lineages = [index.lineages[block] for block in blocks]
         return accepted_hit(
@@ -188,6 +190,8 @@ class CacheManager:
         """How many of its next num_tokens a running request computes in one step: fewer where side groups could not
         hold them, or where a state is to be saved on the way. At least 1.
         """
+        if self._is_plain:
+            return num_tokens
         if self.sides:
             num_tokens = self.capacity.chunk(request.num_tokens, num_tokens)
         if self.checkpoints is not None and request.chain is not None:
@@ -199,7 +203,7 @@ class CacheManager:
         """Extend the tables to cover num_tokens. False, and nothing has changed, if the pool lacks the room."""
         table = self._tables[request.request_id]
         num_new = max(0, cdiv(num_tokens, self.block_size) - len(table))
-        if self.sides:
+        if not self._is_plain:
             num_side = self.sides.num_missing(request.request_id, num_tokens)
             if num_side + (num_new if self.spine is self.pool else 0) > self.pool.num_free:
                 return False
@@ -207,30 +211,30 @@ class CacheManager:
             return False
         if num_new:
             table += self.spine.allocate(num_new)
-        self.sides.extend(request.request_id, num_tokens)
+        if not self._is_plain:
+            self.sides.extend(request.request_id, num_tokens)
         return True
 
     def take_new_block_ids(self, request: Request) -> tuple[tuple[BlockId, ...], ...]:
         """For each group of the layout, the entries of the table that no plan has told of yet; they count as told."""
-        sides = self.sides.take_new(request.request_id)
         if self.spine is not self.pool:
-            return sides
+            return self.sides.take_new(request.request_id)
         table = self._tables[request.request_id]
         new = tuple(table[request.num_planned_blocks :])
         request.num_planned_blocks = len(table)
-        return (new, *sides)
+        return (new,) if self._is_plain else (new, *self.sides.take_new(request.request_id))
 
     def stage(self, request: Request, num_computed_tokens: int) -> Staged:
         """Make pending what the step in flight fills, up to num_computed_tokens."""
         first, stop = request.num_staged_blocks, num_computed_tokens // self.block_size
         if request.chain is None or stop <= first:
-            return Staged([])
+            return self._nothing_staged
         table = self._tables[request.request_id]
         blocks = table[first:stop]
         num_staged = self.spine.stage(blocks, request.chain, first, table[first - 1] if first else None)
         request.num_staged_blocks = stop
         blocks = blocks[:num_staged]
-        if not blocks or (not self.sides and self.checkpoints is None):
+        if self._is_plain or not blocks:
             return Staged(blocks)
         lineages = self._lineages_of(blocks)
         sides = self.sides.stage(request.request_id, first, lineages)
@@ -246,6 +250,8 @@ class CacheManager:
     def commit(self, staged: Staged) -> None:
         """The step succeeded: its staged blocks are full and computed, so everyone may find them."""
         blocks = staged.blocks
+        if not blocks:
+            return
         self.spine.commit(blocks)
         if staged.sides:
             lineages = self._lineages_of(blocks)
@@ -264,6 +270,8 @@ class CacheManager:
 
     def give_back(self, request: Request) -> None:
         """Let go of the blocks that no later token of a running request sees. While free, they stay findable."""
+        if self._is_plain:
+            return
         caught_up = request.num_computed_tokens >= request.num_tokens
         self.sides.give_back(request.request_id, request.num_computed_tokens, caught_up=caught_up)
 

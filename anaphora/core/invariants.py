@@ -55,14 +55,13 @@ def _broken_pool(pool: BlockPool, tables: Iterable[Sequence[BlockId]]) -> list[s
     claim(NULL_BLOCK not in queued and pool.ref_counts[NULL_BLOCK] == 0, "the null block is queued or owned")
     claim(index.hashes[NULL_BLOCK] is None, "the null block has a hash")
     for block in map(BlockId, range(1, pool.num_blocks + 1)):
-        refs = pool.ref_counts[block]
-        claim(refs == owners[block], f"block {block}: ref count {refs}, in {owners[block]} tables")
-        claim((refs == 0) == (block in queued), f"block {block}: ref count {refs}, queued: {block in queued}")
-        claim(block not in blank or index.hashes[block] is None, f"block {block} is queued as blank and has a hash")
-        claim(
-            block not in queued or block in blank or index.hashes[block] is not None,
-            f"block {block} is queued as cached and has no hash",
-        )
+        refs, has_hash = pool.ref_counts[block], index.hashes[block] is not None
+        if refs != owners[block]:
+            broken.append(f"block {block}: ref count {refs}, in {owners[block]} tables")
+        if (refs == 0) != (block in queued):
+            broken.append(f"block {block}: ref count {refs}, queued: {block in queued}")
+        if block in queued and has_hash == (block in blank):
+            broken.append(f"block {block} is queued as {'blank' if has_hash else 'cached'}, has a hash: {has_hash}")
     claim(len(queue) + sum(1 for refs in pool.ref_counts if refs) == pool.num_blocks, "free + live != total")
     broken += index.inconsistencies()
     for table in tables:

@@ -252,7 +252,8 @@ class Scheduler:
             )
         )
         step.budget -= num_tokens
-        step.note_writer(request.request_id, staged)
+        if staged.blocks:
+            step.note_writer(request.request_id, staged)
         step.in_flight[request.request_id] = InFlight(request, num_tokens, sample, staged, shares_with)
         if request.chain is not None:
             num_blocks = stop // self.cache.block_size

@@ -28,6 +28,7 @@ from anaphora.engine.adapters import AdapterInfo
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, StepOutput
 from anaphora.errors import EngineStoppedError, UnknownRequestError
+from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class NewRequest:
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     priority: int = 0
     adapter: str | None = None
 

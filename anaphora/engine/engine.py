@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 
-from anaphora.core.hashing import lora_key, salt_key
+from anaphora.core.hashing import lora_key, pack_tokens, salt_keys
 from anaphora.core.ids import RequestId
 from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
@@ -27,6 +27,7 @@ from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, Ste
 from anaphora.engine.prompt_check import check_priority, check_sampling, check_text, check_token_ids
 from anaphora.engine.protocols import Clock, Executor, GrammarChecker, Tokenizer
 from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError
+from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Engine:
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
-        cache_salt: str | None = None,
+        cache_salt: CacheSalt | None = None,
         priority: int = 0,
         arrival_s: float | None = None,
         add_special_tokens: bool = True,
@@ -136,10 +137,10 @@ class Engine:
         """Queue a request; `step` runs it. If this raises, nothing of the request is kept.
 
         prompt: text, or token ids in [0, vocab_size). cache_salt: shares cached blocks only with requests of the same
-        salt. priority: lower first, under the `priority` policy. arrival_s: when the request arrived by the engine's
-        clock, if that was before this call. add_special_tokens: the tokenizer's own, such as a BOS; off for text that
-        holds them already (a rendered chat). adapter: name of the LoRA adapter that it runs with, to its end, whatever
-        the name stands for later.
+        salt, or, given as SaltRegions, from some token on. priority: lower first, under the `priority` policy.
+        arrival_s: when the request arrived by the engine's clock, if that was before this call. add_special_tokens: the
+        tokenizer's own, such as a BOS; off for text that holds them already (a rendered chat). adapter: name of the
+        LoRA adapter that it runs with, to its end, whatever the name stands for later.
 
         Raises RequestError: EmptyPromptError, InvalidTokenError, InvalidParameterError, PromptTooLongError,
         DuplicateRequestError, UnknownAdapterError, AdapterLimitError; and AdapterChangedError.
@@ -153,15 +154,15 @@ class Engine:
         self.check_grammar(sampling)
         draws_seed = sampling.seed is None
         token_ids = check_token_ids(self.encode(prompt, add_special_tokens=add_special_tokens), self.vocab_size)
-        salt_keys = () if cache_salt is None else (salt_key(cache_salt),)
+        extra_keys = salt_keys(cache_salt, self.block_size)
         with self._pinned(adapter) as digest:
             request = Request(
                 request_id,
-                token_ids,
+                pack_tokens(token_ids),
                 sampling,
                 seed=self._next_seed() if sampling.seed is None else sampling.seed,
                 priority=check_priority(priority),
-                extra_keys=salt_keys if digest is None else (*salt_keys, lora_key(digest)),
+                extra_keys=extra_keys if digest is None else (*extra_keys, lora_key(digest)),
                 adapter=digest,
                 eos_token_ids=self._eos_token_ids,
             )

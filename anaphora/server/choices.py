@@ -15,7 +15,7 @@ from anaphora.server.connection import event
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import ChoiceFields
 from anaphora.server.generation import Arrival, Job
-from anaphora.server.sampling import check_salt
+from anaphora.server.sampling import parse_salt
 from anaphora.server.service import Service
 from anaphora.server.shapes import prompt_logprobs, timing, usage_of
 
@@ -41,7 +41,7 @@ class ChoicesJob(Job):
         self.n = params.n
         self.stream = bool(fields.stream)
         self.num_logprobs = params.logprobs
-        salt = service.domains.salt(arrival.caller, fields.cache_salt)
+        salt = service.domains.salt(arrival.caller, parse_salt(fields.cache_salt))
         self.requests = [
             NewRequest(
                 prompt, choice, cache_salt=salt, priority=fields.priority or 0, adapter=service.adapter_of(fields)
@@ -127,7 +127,7 @@ class ChoicesJob(Job):
 
 def check_choice_fields(fields: ChoiceFields) -> None:
     """What both endpoints refuse. Raises ApiError."""
-    check_salt(fields.cache_salt)
+    parse_salt(fields.cache_salt)
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "stream_options needs stream: true")
     if fields.stream_options is not None and fields.stream_options.continuous_usage_stats:

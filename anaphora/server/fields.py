@@ -46,7 +46,7 @@ class GenerationFields(RequestFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Any = None
     priority: int | None = None
     return_token_ids: bool | None = None
     return_timing: bool | None = None

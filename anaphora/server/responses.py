@@ -15,7 +15,7 @@ from anaphora.server.errors import ApiError, invalid, unsupported
 from anaphora.server.fields import ResponsesFields
 from anaphora.server.generation import Arrival, Job
 from anaphora.server.messages import template_messages
-from anaphora.server.sampling import ENGINE_NAMES, check_salt, sampling_params
+from anaphora.server.sampling import ENGINE_NAMES, parse_salt, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import timing
 
@@ -36,7 +36,7 @@ class ResponsesJob(Job):
         params: SamplingParams,
     ) -> None:
         self.stream = bool(fields.stream)
-        salt = service.domains.salt(arrival.caller, fields.cache_salt)
+        salt = service.domains.salt(arrival.caller, parse_salt(fields.cache_salt))
         adapter = service.adapter_of(fields)
         self.requests = [NewRequest(prompt, params, cache_salt=salt, priority=fields.priority or 0, adapter=adapter)]
         self._fields = fields
@@ -130,7 +130,7 @@ class ResponsesJob(Job):
 async def prepare_response(service: Service, body: bytes, arrival: Arrival) -> ResponsesJob:
     """Raises ApiError."""
     fields = await service.parse(ResponsesFields, body)
-    check_salt(fields.cache_salt)
+    parse_salt(fields.cache_salt)
     _check_unsupported(fields)
     items = _items(fields.input, service.config.max_messages)
     wanted = fields.max_output_tokens

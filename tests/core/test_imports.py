@@ -116,7 +116,7 @@ print(sorted(planes))
     command = [sys.executable, "-I", "-S", "-c", program, str(PACKAGE.parent)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["[]", "['config', 'core', 'errors', 'sampling_params']"]
+    assert result.stdout.splitlines() == ["[]", "['config', 'core', 'errors', 'salt_regions', 'sampling_params']"]
 
 
 # -- no state outside objects ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from anaphora.core import AttentionKind, CacheLayout, ChunkedAttention, FullAtte
 from anaphora.core.eviction import POLICIES
 from anaphora.core.hashing import HashFunction
 
-NUM_RUNS = 20_000 if os.environ.get("ANAPHORA_HYPOTHESIS") == "thorough" else 500
+NUM_RUNS = 20_000 if os.environ.get("ANAPHORA_HYPOTHESIS") == "thorough" else 200
 
 
 def random_layout(random: Random) -> CacheLayout:

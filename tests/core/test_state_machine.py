@@ -351,6 +351,6 @@ TestOneByteHash.settings = SETTINGS
 TestConstantHash = ConstantHash.TestCase
 TestConstantHash.settings = SETTINGS
 TestAnyLayout = AnyLayout.TestCase
-TestAnyLayout.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 2)
+TestAnyLayout.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 4)
 TestAnyLayoutAndConstantHash = AnyLayoutAndConstantHash.TestCase
-TestAnyLayoutAndConstantHash.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 2)
+TestAnyLayoutAndConstantHash.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 4)

@@ -178,6 +178,7 @@ def test_layers_that_share_a_place_share_memory_as_wide_as_the_widest() -> None:
     narrow, wide = KVShape(2, 16, 16), KVShape(4, 24, 12)
     layers = [LayerPlace(0, 0, narrow), LayerPlace(0, 1, wide), LayerPlace(1, 0, wide)]
     assert bytes_per_block(layers, 16, torch.bfloat16) == 16 * 2 * (2 * 4 * 36)
+    assert bytes_per_block(layers[::-1], 16, torch.bfloat16) == bytes_per_block(layers, 16, torch.bfloat16)
     assert bytes_per_token(layers, torch.bfloat16) == (2 * (2 * 32 + 4 * 36), 2 * 4 * 36)
     cache = KVCache(layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=CPU)
     assert cache.num_bytes == 3 * bytes_per_block(layers, 16, torch.bfloat16)

@@ -49,6 +49,8 @@ def test_kv_cache_bytes_size_the_pool():
 
 def test_the_default_pool_holds_no_more_than_its_requests_could_use():
     assert llm(num_blocks=None, max_num_seqs=3).stats().gauges.num_total_blocks == 3 * 16
+    engine = LLM(gpt_oss(24), max_num_seqs=3, max_model_len=256)
+    assert engine.stats().gauges.num_total_blocks == 2 * 3 * 16  # two groups
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,14 @@ def test_layers_with_half_the_rows_stand_side_by_side_in_a_place() -> None:
 def test_only_whole_layers_stand_side_by_side(full: KVShape, windowed: KVShape, groups: list[int]) -> None:
     layers, _ = lay_out([FULL_24, FULL_24, *[WINDOW_24] * 3], [full, full, *[windowed] * 3])
     assert [layer.group for layer in layers[2:]] == groups
-    ends = {(layer.group, layer.place, layer.part) for layer in layers}
-    assert len(ends) == 5
+    assert len({(layer.group, layer.place, layer.part) for layer in layers}) == 5
+
+
+def test_layers_of_different_rows_share_no_place() -> None:
+    """Side by side they would overlap."""
+    narrow, middle = KVShape(2, 4, 4), KVShape(2, 8, 8)
+    layers, _ = lay_out([FULL_24, WINDOW_24, WINDOW_24], [SHAPE, middle, narrow])
+    assert [(layer.group, layer.place, layer.part) for layer in layers] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
 
 
 def test_a_window_of_the_context_is_full_attention() -> None:
