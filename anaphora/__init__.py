@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from anaphora.config import EngineConfig
+from anaphora.salt_regions import SaltRegions
 from anaphora.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from anaphora.api.llm import LLM as LLM
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "SaltRegions", "SamplingParams"]
 
 
 def __getattr__(name: str) -> object:

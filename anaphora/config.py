@@ -35,6 +35,10 @@ class EngineConfig:
     block_size: token positions in one block.
     num_blocks: usable blocks in the pool; the null block comes on top. None sizes the pool by kv_cache_bytes.
     kv_cache_bytes: memory for K/V when num_blocks is None; None takes a quarter of what is available now.
+    num_state_slots: most checkpoints of recurrent state kept, for models that have one; None takes as many as fit into
+        a quarter of the memory that the K/V blocks take, and at least one for each request that may run.
+    state_checkpoint_interval: tokens after which a recurrent state is kept while a prompt is computed, rounded up to
+        whole blocks: a shared beginning loses less than that the first time, and nothing later.
     max_num_batched_tokens: most tokens scheduled in one step (the budget).
     max_num_seqs: most requests running at once.
     long_prefill_token_threshold: most tokens of one request in a step, so that short prompts need not wait for a long
@@ -50,6 +54,8 @@ class EngineConfig:
     scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
     dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
     device: torch device; None takes the CPU.
+    max_loras: most LoRA adapters in memory, those that requests use among them; others are read again on use.
+    max_lora_rank: the largest rank of an adapter.
     fast_forward: run a decoder of the Llama type in a loop of our own, and on a CPU steps of few tokens in compiled
         kernels (the `cpu` extra), if it gives the module's own results when it is loaded; off runs every model through
         the layers of `transformers`.
@@ -69,6 +75,8 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    num_state_slots: int | None = None
+    state_checkpoint_interval: int = 512
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     long_prefill_token_threshold: int | None = None
@@ -81,6 +89,8 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     dtype: str = "auto"
     device: str | None = None
+    max_loras: int = 16
+    max_lora_rank: int = 64
     fast_forward: bool = True
     num_threads: int | None = None
     warm_up: bool | None = None
@@ -89,9 +99,23 @@ class EngineConfig:
     record: Path | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
+        for name in (
+            "block_size",
+            "state_checkpoint_interval",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_loras",
+            "max_lora_rank",
+        ):
             _positive(name, getattr(self, name))
-        for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads", "long_prefill_token_threshold"):
+        for name in (
+            "num_blocks",
+            "kv_cache_bytes",
+            "num_state_slots",
+            "max_model_len",
+            "num_threads",
+            "long_prefill_token_threshold",
+        ):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.num_blocks is not None and self.kv_cache_bytes is not None:

@@ -8,7 +8,9 @@ AnaphoraError
 │   ├── InvalidParameterError    a sampling parameter, salt, message or priority is wrong
 │   ├── PromptTooLongError       can never fit: context limit or block pool
 │   ├── DuplicateRequestError
-│   └── UnknownRequestError
+│   ├── UnknownRequestError
+│   ├── UnknownAdapterError      no adapter of this name is loaded
+│   └── AdapterLimitError        every adapter in memory is in use, and there is no room for another
 ├── ModelError                   a model cannot be used
 │   ├── UnknownModelError        neither a folder, a file, a built-in name nor a reachable hub id
 │   ├── ModelFileError           the files are there and are broken or incomplete
@@ -16,6 +18,11 @@ AnaphoraError
 │   ├── FetchError               the registry or hub cannot be reached or refuses
 │   ├── DiskSpaceError           not enough room to fetch or convert
 │   └── UnsupportedModelError    the architecture needs something that this engine lacks
+├── AdapterError                 a LoRA adapter cannot be used
+│   ├── AdapterFileError         its files are missing, broken or made for another model
+│   ├── UnsupportedAdapterError  it needs something that this engine lacks
+│   ├── AdapterChangedError      its files are not those that it was loaded from
+│   └── DuplicateAdapterError    an adapter of this name is loaded
 ├── TraceError                   a trace file cannot be read or has a broken line
 ├── BenchError                   a target of a benchmark is gone, or its journal cannot be used
 ├── ServerUnreachableError       a server does not answer, or not as one of ours
@@ -63,6 +70,14 @@ class UnknownRequestError(RequestError):
     """No live request has this id."""
 
 
+class UnknownAdapterError(RequestError):
+    """No adapter of this name is loaded."""
+
+
+class AdapterLimitError(RequestError):
+    """Every adapter in memory is in use by requests, and there is no room for another one now."""
+
+
 class ModelError(AnaphoraError):
     """A model cannot be used."""
 
@@ -89,6 +104,26 @@ class DiskSpaceError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The architecture needs something that this engine lacks."""
+
+
+class AdapterError(AnaphoraError):
+    """A LoRA adapter cannot be used. What was loaded before stays as it is."""
+
+
+class AdapterFileError(AdapterError):
+    """The adapter's files are missing, broken or made for another model."""
+
+
+class UnsupportedAdapterError(AdapterError):
+    """The adapter needs something that this engine lacks."""
+
+
+class AdapterChangedError(AdapterError):
+    """The files of an adapter that was to be read again are not those that it was loaded from."""
+
+
+class DuplicateAdapterError(AdapterError):
+    """An adapter of this name is loaded, and replacing it was not asked for."""
 
 
 class TraceError(AnaphoraError, ValueError):

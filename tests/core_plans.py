@@ -11,5 +11,5 @@ def summary(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 
 def tables(plan: StepPlan) -> dict[str, tuple[int, ...]]:
-    """Request -> the blocks that this plan appends to its table."""
-    return {entry.request_id: entry.new_block_ids for entry in plan.scheduled}
+    """Request -> the blocks that this plan appends to its table, where there is one group."""
+    return {entry.request_id: blocks for entry in plan.scheduled for (blocks,) in [entry.new_block_ids]}

@@ -11,6 +11,7 @@ from fake_kv import Choose, FakeExecutor, Salt
 
 from anaphora.core import (
     BlockChain,
+    CacheLayout,
     CacheManager,
     Counters,
     Request,
@@ -24,7 +25,7 @@ from anaphora.core import (
 )
 from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.hashing import HashFunction
-from anaphora.core.ids import BlockId, RequestId
+from anaphora.core.ids import BlockId, RequestId, StateSlot
 from anaphora.core.what_if import WhatIf
 from anaphora.sampling_params import SamplingParams
 
@@ -80,41 +81,72 @@ def make_request(
 
 
 class Findable:
-    """Which blocks everyone may find, by plans and outcomes alone: block id -> the beginning that ends it."""
+    """Which blocks and checkpoints everyone may find, by plans and outcomes alone.
+
+    held: for each group, block id -> the beginning that ends it. states: slot -> the beginning whose state it is. An
+    upper bound where there are side groups: the control plane forgets more, as it keeps one block of each beginning.
+    """
 
     def __init__(self, executor: FakeExecutor) -> None:
         self._executor = executor
         self._block_size = executor.block_size
-        self.held: dict[BlockId, int] = {}
-        self._filled: dict[RequestId, dict[BlockId, int]] = {}
+        self._kinds = executor.layout.groups
+        self.held: list[dict[BlockId, int]] = [{} for _ in self._kinds]
+        self.states: dict[StateSlot, int] = {}
+        self._filled: dict[RequestId, list[dict[BlockId, int]]] = {}
+        self._saved: dict[RequestId, tuple[StateSlot, int]] = {}
+
+    def clear(self) -> None:
+        for held in (*self.held, self.states):
+            held.clear()
+
+    def _ends(self, salt: Salt, tokens: Sequence[int]) -> list[int]:
+        """The beginning that ends each full block."""
+        return self._executor.beginnings.all_of(salt, tokens)[self._block_size - 1 :: self._block_size]
 
     def plan(self, plan: StepPlan) -> None:
         """After the executor has taken the plan over: new blocks lose what they held; full ones are about to hold."""
         admitted = {admission.request_id for admission in plan.admitted}
-        self._filled = {}
+        self._filled, self._saved = {}, {}
         for scheduled in plan.scheduled:
             num_hits = scheduled.start // self._block_size if scheduled.request_id in admitted else 0
-            for block in scheduled.new_block_ids[num_hits:]:
-                self.held.pop(block, None)
+            for new in scheduled.new_block_ids:
+                for block in new[num_hits:]:
+                    for held in self.held:
+                        held.pop(block, None)
+            if scheduled.save_state is not None:
+                self.states.pop(scheduled.save_state, None)
         for scheduled in plan.scheduled:
             known = self._executor.requests[scheduled.request_id]
             stop = (scheduled.start + len(scheduled.token_ids)) // self._block_size
-            ends = self._executor.beginnings.all_of(known.salt, known.tokens)[self._block_size - 1 :: self._block_size]
+            ends = self._ends(known.salt, known.tokens)
             first = scheduled.start // self._block_size
-            self._filled[scheduled.request_id] = dict(zip(known.table[first:stop], ends[first:stop], strict=True))
+            self._filled[scheduled.request_id] = [
+                dict(zip(table[first:stop], ends[first:stop], strict=True)) for table in known.tables
+            ]
+            if scheduled.save_state is not None:
+                self._saved[scheduled.request_id] = scheduled.save_state, ends[stop - 1]
 
-    def commit(self, failed: Collection[RequestId]) -> int:
-        """The step has run; returns how many blocks became findable."""
-        filled = [blocks for request_id, blocks in self._filled.items() if request_id not in failed]
-        for blocks in filled:
-            self.held.update(blocks)
-        return sum(map(len, filled))
+    def commit(self, failed: Collection[RequestId]) -> None:
+        """The step has run."""
+        for request_id, filled in self._filled.items():
+            if request_id not in failed:
+                for held, blocks in zip(self.held, filled, strict=True):
+                    held.update(blocks)
+        self.states.update(saved for request_id, saved in self._saved.items() if request_id not in failed)
 
     def longest(self, salt: Salt, tokens: Sequence[int]) -> int:
-        """Leading full blocks of `tokens` that everyone may find, capped so that the last token is computed."""
-        found = set(self.held.values())
-        ends = self._executor.beginnings.all_of(salt, tokens[:-1])[self._block_size - 1 :: self._block_size]
-        return next((count for count, end in enumerate(ends) if end not in found), len(ends))
+        """Leading full blocks of `tokens` that everyone may use, capped so that the last token is computed."""
+        ends = self._ends(salt, tokens[:-1])
+        return next(count for count in range(len(ends), -1, -1) if self._is_usable(ends, count))
+
+    def _is_usable(self, ends: Sequence[int], count: int) -> bool:
+        if self._executor.layout.has_state and count and ends[count - 1] not in self.states.values():
+            return False
+        return all(
+            set(ends[kind.first_visible(count * self._block_size) // self._block_size : count]) <= set(held.values())
+            for kind, held in zip(self._kinds, self.held, strict=True)
+        )
 
 
 class World:
@@ -138,10 +170,16 @@ class World:
         threshold: int | None = None,
         choose: Choose = count_up,
         pin_limits: PinLimits | None = None,
+        layout: CacheLayout | None = None,
+        num_state_slots: int = 0,
+        state_checkpoint_interval: int = 512,
     ) -> None:
         self.cache = CacheManager(
             num_blocks,
             block_size,
+            layout=layout,
+            num_state_slots=num_state_slots,
+            state_checkpoint_interval=state_checkpoint_interval,
             root=ROOT,
             hash_function=hash_function,
             enable_prefix_caching=caching,
@@ -159,12 +197,12 @@ class World:
             long_prefill_token_threshold=threshold,
         )
         self.salts: dict[str, Salt] = {}
-        self.executor = FakeExecutor(num_blocks, block_size, choose, self.salts)
+        self.executor = FakeExecutor(num_blocks, block_size, choose, self.salts, layout, num_state_slots)
         self.findable = Findable(self.executor)
         self.requests: dict[str, Request] = {}  # every one that was ever taken
         self.in_flight: StepPlan | None = None
         self.expected = Counters()  # those that plans and results determine
-        self._caching = caching
+        self._caching = self.cache.enable_prefix_caching
         self._furthest: dict[str, int] = {}  # leading positions that a request has had, found or computed
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -212,7 +250,7 @@ class World:
     def reset(self, preempt_running: bool = False) -> bool:
         done = self.scheduler.reset_prefix_cache(preempt_running)
         if done:
-            self.findable.held.clear()
+            self.findable.clear()
         self._check()
         return done
 
@@ -227,8 +265,11 @@ class World:
         return len(hit.blocks)
 
     def snapshot(self) -> tuple[object, ...]:
-        pool = self.cache.pool
-        return list(pool.free_queue), list(pool.ref_counts), list(pool.index.hashes), self.scheduler.stats()
+        pools = (self.cache.pool, self.cache.spine)
+        return (
+            [(list(pool.free_queue), list(pool.ref_counts), list(pool.index.hashes)) for pool in pools],
+            self.scheduler.stats(),
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -254,9 +295,12 @@ class World:
         updates = self.scheduler.update(plan, result)
         assert [update.request.request_id for update in updates] == [entry.request_id for entry in plan.scheduled]
         failed = {update.request.request_id for update in updates if update.error is not None}
-        assert failed == worthless, f"{sorted(failed)} end with an error, but garbage is what {sorted(worthless)} wrote"
+        wrong = f"{sorted(failed)} end with an error, but garbage is what {sorted(worthless)} wrote"
+        assert worthless <= failed, wrong
+        # Without full attention somebody may hang on a beginning whose blocks it does not read.
+        assert failed == worthless or not self.cache.layout.has_spine, wrong
         self._count_computed(plan, failed)
-        self._commit(failed)
+        self._commit(plan, failed)
         self._check()
         return updates
 
@@ -271,7 +315,7 @@ class World:
         assert [update.request.request_id for update in updates] == [entry.request_id for entry in plan.scheduled]
         assert all(update.finish_reason == "error" and update.token is None for update in updates)
         self.expected.num_failed_steps += 1
-        self._commit({update.request.request_id for update in updates})
+        self._commit(plan, {update.request.request_id for update in updates})
         self._check()
         return updates
 
@@ -336,9 +380,14 @@ class World:
             )
             self._furthest[scheduled.request_id] = max(furthest, positions.stop)
 
-    def _commit(self, failed: Collection[RequestId]) -> None:
-        num_committed = self.findable.commit(failed)
-        if self._caching:
-            self.expected.num_committed_blocks += num_committed
-        else:
-            self.findable.held.clear()
+    def _commit(self, plan: StepPlan, failed: Collection[RequestId]) -> None:
+        self.findable.commit(failed)
+        if not self._caching:
+            self.findable.clear()
+            return
+        size = self.cache.block_size
+        self.expected.num_committed_blocks += sum(
+            (entry.start + len(entry.token_ids)) // size - entry.start // size
+            for entry in plan.scheduled
+            if entry.request_id not in failed
+        )

@@ -20,13 +20,15 @@ from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.hashing import root_digest
 from anaphora.core.scheduler import Scheduler
 from anaphora.core.what_if import WhatIf
+from anaphora.engine.adapters import AdapterRegistry
 from anaphora.engine.engine import Engine
 from anaphora.engine.protocols import Tokenizer
 from anaphora.engine.recorder import TraceRecorder, check_recordable
-from anaphora.runtime.architecture import inspect_model, smallest_window
+from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.executor import TorchExecutor
 from anaphora.runtime.grammar_llguidance import LLGuidanceGrammars
 from anaphora.runtime.kv_cache import bytes_per_block
+from anaphora.runtime.lora.files import AdapterReader
 from anaphora.runtime.model import LoadedModel, load_model
 from anaphora.runtime.sources.progress import Progress
 from anaphora.runtime.warm_up import warm_up
@@ -68,15 +70,14 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
     """An engine over a model that is loaded already. Raises ConfigError, UnsupportedModelError."""
     bars = Progress(progress)
     module = loaded.module
-    layout = inspect_model(module)
-    max_model_len = context_limit(
-        config.max_model_len, loaded.max_model_len, loaded.name, window=smallest_window(module, layout)
-    )
+    max_model_len = context_limit(config.max_model_len, loaded.max_model_len, loaded.name)
+    layout = inspect_model(module, max_model_len)
     memory = psutil.virtual_memory()
     num_blocks = pool_size(
         config,
         max_model_len=max_model_len,
-        block_bytes=bytes_per_block(layout.shapes, config.block_size, module.dtype),
+        num_groups=len(layout.cache.groups),
+        block_bytes=bytes_per_block(layout.places, config.block_size, module.dtype),
         available_bytes=memory.available,
         total_bytes=memory.total,
     )
@@ -85,8 +86,31 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
     grammars = None
     if loaded.tokenizer is not None:
         grammars = LLGuidanceGrammars(loaded.tokenizer, layout.vocab_size, end_token_ids)
+    cache = CacheManager(
+        num_blocks,
+        config.block_size,
+        layout=layout.cache,
+        root=root_digest(model_identity(config, loaded)),
+        hash_function=find_hash_function(config.hash_algorithm),
+        enable_prefix_caching=config.enable_prefix_caching,
+        eviction_policy=config.eviction_policy,
+        pin_limits=PinLimits(config.max_pinned_share, config.max_pinned_share_per_tenant),
+        what_if=WhatIf(num_blocks, config.block_size) if config.enable_prefix_caching else None,
+    )
     with bars.stage("checking how the model runs; the first time compiles kernels", brief=True):
-        executor = _executor(config, loaded, num_blocks, max_model_len, grammars)
+        executor = TorchExecutor(
+            module,
+            layout,
+            num_blocks=num_blocks + 1,  # and the null block
+            block_size=config.block_size,
+            # A running request holds a block and is owed a token a step.
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
+            max_table_len=min(max_model_len, cache.capacity_tokens + config.block_size),
+            dtype=module.dtype,
+            device=module.device,
+            fast_forward=config.fast_forward,
+            grammars=grammars,
+        )
     if config.warm_up:
         begin_s = time.perf_counter()
         with bars.stage("warming up", brief=True):
@@ -96,16 +120,6 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
                 max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
             )
         _logger.info("warmed up in %.1f s: a few made-up steps, not in any count", time.perf_counter() - begin_s)
-    cache = CacheManager(
-        num_blocks,
-        config.block_size,
-        root=root_digest(model_identity(config, loaded)),
-        hash_function=find_hash_function(config.hash_algorithm),
-        enable_prefix_caching=config.enable_prefix_caching,
-        eviction_policy=config.eviction_policy,
-        pin_limits=PinLimits(config.max_pinned_share, config.max_pinned_share_per_tenant),
-        what_if=WhatIf(num_blocks, config.block_size) if config.enable_prefix_caching else None,
-    )
     scheduler = Scheduler(
         cache,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -113,6 +127,9 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         max_model_len=max_model_len,
         policy=config.scheduling_policy,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
+    adapters = AdapterRegistry(
+        AdapterReader(module, max_rank=config.max_lora_rank), executor, max_loras=config.max_loras
     )
     return Engine(
         scheduler,
@@ -122,6 +139,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         eos_token_ids=end_token_ids,
         seed=config.seed,
         grammars=grammars,
+        adapters=adapters,
         recorder=_recorder(config, cache.root),
     )
 
@@ -130,24 +148,3 @@ def _recorder(config: EngineConfig, root: bytes) -> TraceRecorder | None:
     if config.record is None:
         return None
     return TraceRecorder(Path(config.record), block_size=config.block_size, root=root, start_s=time.perf_counter())
-
-
-def _executor(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    num_blocks: int,
-    max_model_len: int,
-    grammars: LLGuidanceGrammars | None,
-) -> TorchExecutor:
-    return TorchExecutor(
-        loaded.module,
-        num_blocks=num_blocks + 1,  # and the null block
-        block_size=config.block_size,
-        # A running request holds a block and is owed a token a step; no table is longer than the pool.
-        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
-        max_model_len=min(max_model_len, (num_blocks + 1) * config.block_size),
-        dtype=loaded.module.dtype,
-        device=loaded.module.device,
-        fast_forward=config.fast_forward,
-        grammars=grammars,
-    )

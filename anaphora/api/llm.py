@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from anaphora.api.prompts import (
     prompt_list,
 )
 from anaphora.config import EngineConfig
+from anaphora.engine.adapters import AdapterInfo
 from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
@@ -28,6 +30,7 @@ from anaphora.engine.protocols import Tokenizer
 from anaphora.engine.ttft import TtftParts
 from anaphora.errors import AnaphoraError, ConfigError, UnknownRequestError
 from anaphora.pooling_params import PoolingParams
+from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams, embedding_params
 
 _Add = Callable[..., None]
@@ -82,28 +85,32 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache_salt: str | Sequence[str | None] | None = None,
+        cache_salt: CacheSalt | Sequence[CacheSalt | None] | None = None,
         priority: int | Sequence[int] = 0,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; the outputs in the order of the prompts.
 
-        prompts: text or token ids, or a list of those. sampling_params, cache_salt, priority: one for all, or a list of
-        one for each prompt. All are checked before the first one runs. Raises RequestError; on that, and on
-        KeyboardInterrupt, nothing of this call is left in the engine.
+        prompts: text or token ids, or a list of those. adapter: name of a LoRA adapter; see load_adapter.
+        sampling_params, cache_salt, priority, adapter: one for all, or a list of one for each prompt. All are checked
+        before the first one runs. Raises RequestError, AdapterError; on that, and on KeyboardInterrupt, nothing of this
+        call is left in the engine.
         """
         todo = prompt_list(prompts)
         params = per_request("sampling_params", _or_default(sampling_params), len(todo))
         salts = per_request("cache_salt", cache_salt, len(todo))
         priorities = per_request("priority", priority, len(todo))
-        return self._run(list(zip(todo, params, salts, priorities, strict=True)), self._add)
+        adapters = per_request("adapter", adapter, len(todo))
+        return self._run(list(zip(todo, params, salts, priorities, adapters, strict=True)), self._add)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache_salt: str | Sequence[str | None] | None = None,
+        cache_salt: CacheSalt | Sequence[CacheSalt | None] | None = None,
         priority: int | Sequence[int] = 0,
+        adapter: str | Sequence[str | None] | None = None,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
@@ -115,8 +122,9 @@ class LLM:
         params = per_request("sampling_params", _or_default(sampling_params), len(todo))
         salts = per_request("cache_salt", cache_salt, len(todo))
         priorities = per_request("priority", priority, len(todo))
+        adapters = per_request("adapter", adapter, len(todo))
         add = partial(self._add_chat, tools=tools, add_generation_prompt=add_generation_prompt)
-        return self._run(list(zip(todo, params, salts, priorities, strict=True)), add)
+        return self._run(list(zip(todo, params, salts, priorities, adapters, strict=True)), add)
 
     def embed(
         self,
@@ -141,8 +149,9 @@ class LLM:
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
-        cache_salt: str | None = None,
+        cache_salt: CacheSalt | None = None,
         priority: int = 0,
+        adapter: str | None = None,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> Generator[StepOutput, None, None]:
@@ -159,13 +168,25 @@ class LLM:
             add = partial(self._add_chat, tools=tools, add_generation_prompt=add_generation_prompt)
         try:
             with held_interrupts():
-                add(prompt, params, cache_salt, priority, receive=received.append, request_ids=request_ids)
+                add(prompt, params, cache_salt, priority, adapter, receive=received.append, request_ids=request_ids)
             while received or not self._receivers.keys().isdisjoint(request_ids):
                 while not received:
                     self._step()
                 yield received.popleft()
         finally:
             self._close(request_ids)
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str], *, replace: bool = False) -> AdapterInfo:
+        """From now on requests may name the LoRA adapter in this folder, as PEFT writes it.
+
+        replace: under a name that is in use; streams that run with it end as they began. Raises AdapterError,
+        InvalidParameterError; then nothing has changed.
+        """
+        return self.engine.load_adapter(name, folder, replace=replace)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget a name; streams that run with it go on. Raises UnknownAdapterError."""
+        return self.engine.unload_adapter(name)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget everything cached. False, and no effect, while requests hold blocks, unless preempted first."""
@@ -205,8 +226,9 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams,
-        cache_salt: str | None,
+        cache_salt: CacheSalt | None,
         priority: int,
+        adapter: str | None,
         *,
         tools: Sequence[Any] | None,
         add_generation_prompt: bool,
@@ -220,6 +242,7 @@ class LLM:
             params,
             cache_salt,
             priority,
+            adapter,
             receive=receive,
             request_ids=request_ids,
             arrival_s=arrival_s,
@@ -230,8 +253,9 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        cache_salt: str | None,
+        cache_salt: CacheSalt | None,
         priority: int,
+        adapter: str | None,
         *,
         receive: Callable[[StepOutput], None],
         request_ids: list[str],
@@ -264,6 +288,7 @@ class LLM:
                     arrival_s=arrival_s,
                     before=before,
                     add_special_tokens=add_special_tokens,
+                    adapter=adapter,
                 )
                 self._receivers[request_id] = partial(receive_choice, index)
                 request_ids.append(request_id)

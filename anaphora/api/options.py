@@ -5,14 +5,10 @@ Numbers and names only; must not know tensors or load anything heavy.
 
 from __future__ import annotations
 
-import logging
-
 from anaphora.config import EngineConfig
 from anaphora.core.hashing import HashFunction, sha256
 from anaphora.core.ids import cdiv
 from anaphora.errors import ConfigError
-
-_logger = logging.getLogger(__name__)
 
 _MEMORY_SHARE = 4  # one part in so many of the available memory is for K/V unless told otherwise
 
@@ -33,31 +29,25 @@ def find_hash_function(name: str) -> HashFunction:
     raise ConfigError(f"unknown hash_algorithm {name!r}; use sha256 or xxh3_128")
 
 
-def context_limit(wanted: int | None, model_limit: int, name: str, *, window: int | None = None) -> int:
-    """Most tokens of one request: what is wanted, by default what the model can. Raises ConfigError beyond that.
-
-    window: of the model's sliding attention, in tokens. Within it sliding attention is full attention, which is what
-    the engine computes: so it is the default where it is smaller, with a warning.
-    """
-    if wanted is not None and wanted > model_limit:
+def context_limit(wanted: int | None, model_limit: int, name: str) -> int:
+    """Most tokens of one request: what is wanted, by default what the model can. Raises ConfigError beyond that."""
+    if wanted is None:
+        return model_limit
+    if wanted > model_limit:
         raise ConfigError(f"max_model_len {wanted} is more than {name} can: {model_limit}; lower it, or leave it out")
-    if wanted is not None:
-        return wanted
-    if window is not None and window < model_limit:
-        _logger.warning(
-            "%s has a sliding window: max_model_len is %d tokens, not the model's %d, until windows are served",
-            name,
-            window,
-            model_limit,
-        )
-        return window
-    return model_limit
+    return wanted
 
 
 def pool_size(
-    config: EngineConfig, *, max_model_len: int, block_bytes: int, available_bytes: int, total_bytes: int
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    block_bytes: int,
+    available_bytes: int,
+    total_bytes: int,
+    num_groups: int = 1,
 ) -> int:
-    """Usable blocks of the pool. block_bytes: of one block, in all layers.
+    """Usable blocks of the pool. block_bytes: of one block. num_groups: of the cache, with a block table each.
 
     num_blocks if given; else as many as fit into kv_cache_bytes; else into a quarter of the available memory, and
     no more than max_num_seqs requests of max_model_len tokens could hold. Raises ConfigError if not one fits, or if
@@ -68,7 +58,7 @@ def pool_size(
     elif config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // block_bytes
     else:
-        useful = config.max_num_seqs * cdiv(max_model_len, config.block_size)
+        useful = config.max_num_seqs * cdiv(max_model_len, config.block_size) * num_groups
         num_blocks = min(available_bytes // _MEMORY_SHARE // block_bytes, useful)
     if num_blocks < 1:
         raise ConfigError(

@@ -57,6 +57,12 @@ class EngineOptions:
     kv_cache_bytes: Annotated[
         int | None, _engine(help="Memory for K/V; without it a quarter of what is available now.")
     ] = _ENGINE["kv_cache_bytes"]
+    num_state_slots: Annotated[
+        int | None, _engine(help="Most checkpoints of recurrent state; without it a quarter of what the K/V take.")
+    ] = _ENGINE["num_state_slots"]
+    state_checkpoint_interval: Annotated[
+        int, _engine(help="Tokens of a prompt after which a recurrent state is kept.")
+    ] = _ENGINE["state_checkpoint_interval"]
     max_num_batched_tokens: Annotated[int, _engine(help="Most tokens scheduled in one step.")] = _ENGINE[
         "max_num_batched_tokens"
     ]
@@ -87,6 +93,10 @@ class EngineOptions:
     ]
     dtype: Annotated[str, _engine(help=f"Of weights and K/V: {', '.join(DTYPES)}.")] = _ENGINE["dtype"]
     device: Annotated[str | None, _engine(help="Torch device; without it the CPU.")] = _ENGINE["device"]
+    max_loras: Annotated[int, _engine(help="Most LoRA adapters in memory; others are read again on use.")] = _ENGINE[
+        "max_loras"
+    ]
+    max_lora_rank: Annotated[int, _engine(help="The largest rank of a LoRA adapter.")] = _ENGINE["max_lora_rank"]
     fast_forward: Annotated[
         bool,
         _engine("--fast-forward/--no-fast-forward", help="Run known decoders in our own loop, or in transformers'."),

@@ -12,7 +12,7 @@ from anaphora.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What can end an output early, in tokens. pool_tokens: of one request whose K/V fill the whole pool."""
+    """What can end an output early, in tokens. pool_tokens: of one request, as many as the pool can hold."""
 
     max_tokens: int
     max_model_len: int | None
@@ -20,7 +20,7 @@ class Limits:
 
     @classmethod
     def of(cls, engine: Engine, params: SamplingParams) -> Limits:
-        return cls(params.max_tokens, engine.max_model_len, engine.num_blocks * engine.block_size)
+        return cls(params.max_tokens, engine.max_model_len, engine.capacity_tokens)
 
     def reached(self, num_prompt_tokens: int, num_new_tokens: int) -> str | None:
         """Which limit these counts reach, in the scheduler's order; None if none."""

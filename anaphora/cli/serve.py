@@ -43,6 +43,9 @@ class ServerOptions:
     secret_file: Annotated[
         Path | None, _option(help="Secret of the tenants' salts; without it every start draws another one.")
     ] = None
+    lora: Annotated[
+        list[str] | None, _option("--lora", help="NAME=FOLDER: a LoRA adapter that requests may name. Repeatable.")
+    ] = None
     served_model_name: Annotated[str | None, _option(help="What requests call the model.")] = _SERVER[
         "served_model_name"
     ]
@@ -76,6 +79,15 @@ class ServerOptions:
     token_memo_bytes: Annotated[
         int, _option(help="Memory for the tokens of text that may come again; 0 keeps none.")
     ] = _SERVER["token_memo_bytes"]
+
+    def adapters(self) -> list[tuple[str, str]]:
+        """(name, folder) pairs. Raises ConfigError."""
+        pairs = [(name, folder) for name, _, folder in (entry.partition("=") for entry in self.lora or ())]
+        if not all(name and folder for name, folder in pairs):
+            raise ConfigError("--lora must look like NAME=FOLDER")
+        if len(dict(pairs)) < len(pairs):
+            raise ConfigError("--lora gives one name twice: each adapter needs its own")
+        return pairs
 
     def config(self) -> ServerConfig:
         """Raises ConfigError."""
@@ -146,6 +158,9 @@ def serve(
     options = dataclasses.asdict(engine) | ({} if model_name is None else {"model": model_name})
     options["warm_up"] = options["warm_up"] is not False
     engine_config = EngineConfig(**options)
+    adapters = server.adapters()
+    if (server_config.served_model_name or options["model"]) in dict(adapters):
+        raise ConfigError("--lora may not give an adapter the name of the model: choose another one")
     listener = bind(server.host, server.port)  # before the model is loaded: a taken port is told at once
     check_names(engine_config.model, engine_config.tokenizer)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -156,6 +171,8 @@ def serve(
     from anaphora.api.build import build_engine  # brings torch: not before the options are right
 
     running = build_engine(engine_config, progress=True)
+    for name, folder in adapters:
+        running.load_adapter(name, folder)
     app = build_app(
         running,
         server_config,

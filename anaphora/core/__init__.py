@@ -4,27 +4,35 @@ from anaphora.core import CacheManager, Request, Scheduler, root_digest
 """
 
 from anaphora.core.block_pool import BlockPool
-from anaphora.core.cache_manager import CacheManager, Hit
-from anaphora.core.hashing import BlockChain, ExtraKey, ExtraKeyKind, root_digest, salt_key, sha256
+from anaphora.core.cache_manager import CacheManager
+from anaphora.core.groups import AttentionKind, CacheLayout, ChunkedAttention, FullAttention, SlidingWindow
+from anaphora.core.hashing import BlockChain, ExtraKey, ExtraKeyKind, root_digest, salt_key, salt_keys, sha256
+from anaphora.core.hit import Hit
 from anaphora.core.ids import NULL_BLOCK
 from anaphora.core.invariants import InvariantError, check_cache, check_scheduler
 from anaphora.core.plan import Admission, Embedding, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.core.request import Request, RequestState
 from anaphora.core.scheduler import RequestUpdate, Scheduler
-from anaphora.core.stats import Counters, Gauges, Stats
+from anaphora.core.staged import Staged
+from anaphora.core.stats import Counters, Gauges, GroupGauges, Stats
 
 __all__ = [
     "NULL_BLOCK",
     "Admission",
+    "AttentionKind",
     "BlockChain",
     "BlockPool",
+    "CacheLayout",
     "CacheManager",
+    "ChunkedAttention",
     "Counters",
     "Embedding",
     "ExtraKey",
     "ExtraKeyKind",
+    "FullAttention",
     "Gauges",
+    "GroupGauges",
     "Hit",
     "InvariantError",
     "PrefixIndex",
@@ -34,6 +42,8 @@ __all__ = [
     "SampledToken",
     "ScheduledRequest",
     "Scheduler",
+    "SlidingWindow",
+    "Staged",
     "Stats",
     "StepPlan",
     "StepResult",
@@ -41,5 +51,6 @@ __all__ = [
     "check_scheduler",
     "root_digest",
     "salt_key",
+    "salt_keys",
     "sha256",
 ]

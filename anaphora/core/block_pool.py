@@ -6,19 +6,23 @@
     free       one owner less, at zero into the free queue; the hash stays
     evict      take the hash away (only without owners)
 
+Blocks of every group come from here. Those of the *spine*, the group that sees everything, are found by content
+(`index`), those of the *side groups* by the spine's lineages (`sides`).
+
 Knows blocks and beginnings; must not know requests, tokens to schedule or tensors. State is indexed by block id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from anaphora.core.eviction import PolicyFactory, policy_factory
 from anaphora.core.eviction.pinned import PinLimits, Pinned
 from anaphora.core.free_queue import FreeQueue
 from anaphora.core.hashing import BlockChain
-from anaphora.core.ids import NULL_BLOCK, BlockId
+from anaphora.core.ids import NULL_BLOCK, BlockHash, BlockId, Lineage
 from anaphora.core.prefix_index import PrefixIndex
+from anaphora.core.side_index import SideIndex
 from anaphora.errors import ConfigError
 
 
@@ -27,18 +31,28 @@ class BlockPool:
 
     policy: which cached block without an owner goes next: a name (core.eviction.POLICIES) or what makes one.
     pins: over that policy, what requests asked to keep longer; see core.eviction.pinned.
+    num_side_groups: see core.side_index. on_lost: is told which beginnings the spine has lost by an eviction, before
+    the evicted blocks are given out; it may call forget_sides.
     ref_counts: owners of each block, by id. num_evicted: blocks that lost their hash so that another could use them.
     Raises ConfigError.
     """
 
     def __init__(
-        self, num_blocks: int, policy: str | PolicyFactory = "lru", pin_limits: PinLimits | None = None
+        self,
+        num_blocks: int,
+        policy: str | PolicyFactory = "lru",
+        pin_limits: PinLimits | None = None,
+        *,
+        num_side_groups: int = 0,
+        on_lost: Callable[[list[Lineage]], None] | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least one usable block, got num_blocks={num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts: list[int] = [0] * (num_blocks + 1)
         self.index = PrefixIndex(num_blocks + 1)
+        self.sides = SideIndex(self.index, num_side_groups)
+        self._on_lost = on_lost
         make_policy = policy_factory(policy) if isinstance(policy, str) else policy
         self.pins = Pinned(make_policy(self.index), self.index, num_blocks, pin_limits or PinLimits())
         self.free_queue = FreeQueue(num_blocks, self.pins)
@@ -70,8 +84,25 @@ class BlockPool:
 
     def _evict(self, blocks: list[BlockId]) -> None:
         """Take the index entries away *before* the blocks are given out, so that no one finds what is overwritten."""
-        self.index.remove_all(blocks)
         self.num_evicted += len(blocks)
+        if len(self.sides):
+            blocks = self._evict_sides(blocks)
+        if self._on_lost is None:
+            self.index.remove_all(blocks)
+        else:
+            self._on_lost(self.index.remove_last(blocks))
+
+    def _evict_sides(self, blocks: list[BlockId]) -> list[BlockId]:
+        """Take the entries of the side blocks among these away; returns the spine's."""
+        sides = self.sides
+        spine = []
+        for block in blocks:
+            if sides.is_labelled(block):
+                sides.num_cached[sides.group_of(block)] -= 1
+                sides.remove(block)
+            else:
+                spine.append(block)
+        return spine
 
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """One more owner for each of these found blocks."""
@@ -136,6 +167,62 @@ class BlockPool:
         if self.num_live:
             return False
         blocks = self.free_queue.cached.pop_all()
-        self.index.remove_all(blocks)
+        side_blocks = set(self.sides.clear())
+        self.sides.num_cached = [0] * self.sides.num_groups
+        self.index.remove_all([block for block in blocks if block not in side_blocks] if side_blocks else blocks)
         self.free_queue.put_blank(blocks)
         return True
+
+    # -- side groups ---------------------------------------------------------------------------------------------------
+
+    def allocate_side(self, group: int, count: int) -> list[BlockId]:
+        """As allocate."""
+        self.sides.num_live[group] += count
+        return self.allocate(count)
+
+    def touch_side(self, group: int, blocks: Sequence[BlockId]) -> None:
+        """As touch."""
+        num_free = sum(self.ref_counts[block] == 0 for block in blocks)
+        self.sides.num_live[group] += num_free
+        self.sides.num_cached[group] -= num_free
+        self.touch(blocks)
+
+    def commit_side(self, group: int, lineages: list[Lineage], hashes: list[BlockHash], blocks: list[BlockId]) -> None:
+        """These blocks hold this group's K/V of the last block of these beginnings. They replace those that did."""
+        self.sides.end_pending(group, lineages, blocks)
+        for lineage, block_hash, block in zip(lineages, hashes, blocks, strict=True):
+            self._forget_side(group, lineage)
+            self.sides.put(group, lineage, block_hash, block)
+
+    def free_side(self, group: int, blocks: Sequence[BlockId], depth: int) -> None:
+        """One owner less for each of these blocks of one table, its tail first; depth: the place of the first."""
+        ref_counts, hashes = self.ref_counts, self.index.hashes
+        blank: list[BlockId] = []
+        cached: list[BlockId] = []
+        for block in blocks:
+            left = ref_counts[block] = ref_counts[block] - 1
+            if left == 0:
+                (blank if hashes[block] is None else cached).append(block)
+        self.sides.num_live[group] -= len(blank) + len(cached)
+        self.free_queue.put_blank(blank)
+        if cached:
+            self.sides.num_cached[group] += len(cached)
+            self.free_queue.cached.put(cached, depth)
+
+    def forget_sides(self, lineage: Lineage) -> None:
+        """The spine has lost this beginning, so no hit needs any side group's block of it."""
+        for group in range(self.sides.num_groups):
+            self.num_evicted += self._forget_side(group, lineage)
+
+    def _forget_side(self, group: int, lineage: Lineage) -> bool:
+        """Take the entry of a committed block away; without an owner it is blank. Returns whether it had none."""
+        block = self.sides.committed(group, lineage)
+        if block is None:
+            return False
+        is_free = self.ref_counts[block] == 0
+        if is_free:
+            self.free_queue.cached.discard(block)  # reads the label
+            self.free_queue.put_blank((block,))
+            self.sides.num_cached[group] -= 1
+        self.sides.remove(block)
+        return is_free

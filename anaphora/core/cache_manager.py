@@ -1,43 +1,45 @@
-"""The scheduler's face of the cache: look up, admit, grow, stage, commit, withdraw, free. Owns the block tables.
+"""The scheduler's face of the cache: look up, admit, grow, stage, commit, withdraw, give back, free. Owns the tables.
 
 Knows requests and blocks; must not know budgets, queues or who runs next. Tables only grow while a request runs,
 so an executor needs only what was appended.
+
+The **spine** is the group that sees everything: it says which beginnings are known. Where no layer is full attention,
+it is *virtual*: entries without memory, in a pool of their own, whose ids no executor sees. Side groups and checkpoints
+of recurrent state are found by the lineages of the spine; when it forgets a beginning, so do they.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.busy_prefixes import BusyPrefixes
+from anaphora.core.capacity import Capacity
 from anaphora.core.chain_memo import ChainMemo
+from anaphora.core.checkpoints import Checkpoints
 from anaphora.core.eviction import PolicyFactory
 from anaphora.core.eviction.pinned import PinLimits
-from anaphora.core.groups import AttentionGroup, FullAttention
+from anaphora.core.groups import CacheLayout
 from anaphora.core.hashing import BlockChain, HashFunction, sha256
-from anaphora.core.ids import BlockId, RequestId
+from anaphora.core.hit import NO_HIT, Hit, accepted_hit
+from anaphora.core.ids import BlockId, Lineage, RequestId, StateSlot, cdiv
+from anaphora.core.prefix_index import NO_LINEAGE
 from anaphora.core.request import Request
+from anaphora.core.side_groups import SideGroups
+from anaphora.core.staged import Staged
+from anaphora.core.stats import GroupGauges
 from anaphora.core.what_if import WhatIf
 from anaphora.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What a look-up found: leading blocks of a table; those after the first num_committed are pending."""
-
-    blocks: list[BlockId]
-    num_committed: int
-    num_tokens: int
-
-
-NO_HIT = Hit([], 0, 0)
+_ENTRIES_PER_BLOCK = 8  # of a virtual spine: it remembers beginnings longer than the windows in the pool
 
 
 class CacheManager:
     """Block tables of the live requests over one pool.
 
-    num_blocks: usable blocks; the null block comes on top. root: digest of what the model is (hashing.root_digest).
+    num_blocks: usable blocks; the null block comes on top. layout: the groups of the model. num_state_slots: most
+    checkpoints of recurrent state; without any, such a model caches nothing. state_checkpoint_interval: tokens, see
+    core.checkpoints. root: digest of what the model is (hashing.root_digest).
     eviction_policy: a name in core.eviction.POLICIES, or what makes a policy. pin_limits: how much of the pool pins may
     hold. what_if: is told what is looked up and used; None keeps no curve.
     Raises ConfigError.
@@ -48,6 +50,9 @@ class CacheManager:
         num_blocks: int,
         block_size: int,
         *,
+        layout: CacheLayout | None = None,
+        num_state_slots: int = 0,
+        state_checkpoint_interval: int = 512,
         root: bytes = b"",
         hash_function: HashFunction = sha256,
         enable_prefix_caching: bool = True,
@@ -58,14 +63,33 @@ class CacheManager:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
+        self.layout = layout = CacheLayout() if layout is None else layout
+        self.checkpoints: Checkpoints | None = None
+        if layout.has_state:
+            self.checkpoints = Checkpoints(num_state_slots, state_checkpoint_interval, block_size)
+            enable_prefix_caching = enable_prefix_caching and num_state_slots > 0
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks, eviction_policy, pin_limits)
+        kinds = layout.side_groups
+        is_listened_to = bool(kinds) or layout.has_state
+        self.pool = BlockPool(
+            num_blocks,
+            eviction_policy,
+            pin_limits,
+            num_side_groups=len(kinds),
+            on_lost=self._lose if is_listened_to and layout.has_spine else None,
+        )
+        self.spine = self.pool
+        if not layout.has_spine:
+            self.spine = BlockPool(_ENTRIES_PER_BLOCK * num_blocks, eviction_policy, pin_limits, on_lost=self._lose)
+        self.sides = SideGroups(kinds, self.pool, block_size)
+        self.capacity = Capacity(num_blocks, self.spine.num_blocks, block_size, layout.has_spine, self.sides)
+        self._is_plain = not kinds and not layout.has_state  # one group: nothing but the spine to ask
+        self._nothing_staged = Staged([])
         self.what_if = what_if
         self.busy_prefixes = BusyPrefixes()
-        self.group: AttentionGroup = FullAttention(block_size)
         self._root = root
         self._hash_function = hash_function
-        self._memo = ChainMemo(max_blocks=num_blocks)
+        self._memo = ChainMemo(max_blocks=self.spine.num_blocks)
         self._tables: dict[RequestId, list[BlockId]] = {}
         self._now_s = 0.0
 
@@ -77,14 +101,20 @@ class CacheManager:
     @property
     def capacity_tokens(self) -> int:
         """Most tokens whose K/V the pool can hold for one request."""
-        return self.pool.num_blocks * self.block_size
+        return self.capacity.num_tokens
+
+    @property
+    def num_available(self) -> int:
+        """Free blocks that no running request was promised."""
+        return self.pool.num_free - self.sides.num_owed
 
     def table(self, request_id: RequestId) -> Sequence[BlockId]:
-        """The block ids of a live request in order of position; empty if it holds none."""
+        """The spine's block ids of a live request in order of position; empty if it holds none."""
         return self._tables.get(request_id, ())
 
     @property
     def tables(self) -> dict[RequestId, list[BlockId]]:
+        """The spine's."""
         return self._tables
 
     def register(self, request: Request) -> None:
@@ -92,6 +122,8 @@ class CacheManager:
         if self.enable_prefix_caching:
             request.chain = BlockChain(self._root, self.block_size, self._hash_function, request.extra_keys)
             self._memo.fill(request.chain, request.tokens)
+
+    # -- look-up and admission -----------------------------------------------------------------------------------------
 
     def max_hit_tokens(self, request: Request) -> int:
         """The last known token is always computed, as its logits choose the next one.
@@ -107,26 +139,48 @@ class CacheManager:
         """The longest reusable prefix, in whole blocks. Changes nothing."""
         if request.chain is None:
             return NO_HIT
-        blocks, num_committed = self.group.longest_hit(self.pool.index, request.chain, self.max_hit_tokens(request))
-        return Hit(blocks, num_committed, len(blocks) * self.block_size)
+        index = self.spine.index
+        blocks, num_committed = index.find(request.chain, self.max_hit_tokens(request) // self.block_size)
+        if self._is_plain:
+            return Hit(blocks, num_committed, len(blocks) * self.block_size)
+        lineages = [index.lineages[block] for block in blocks]
+        return accepted_hit(
+            blocks, num_committed, lineages, self.block_size, self.sides, self.pool.sides, self.checkpoints
+        )
 
-    def num_free_needed(self, request: Request, hit: Hit) -> int:
-        """Free blocks that an admission takes: new ones, and those of the hit that have no owner now."""
-        ref_counts = self.pool.ref_counts
-        num_new = self.group.blocks_for(request.num_tokens) - len(hit.blocks)
+    def num_free_needed(self, request: Request, hit: Hit, max_chunk: int | None = None) -> int:
+        """Free blocks that an admission takes: new ones, and those of the hit that have no owner now.
+
+        A side group asks for what the request will hold at once. max_chunk: most tokens of it in a step; None for all.
+        """
+        num_needed = self._num_spine_needed(request, hit) if self.spine is self.pool else 0
+        if self.sides:
+            chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
+            num_needed += self.sides.num_needed(request.num_tokens, hit, chunk)
+        return num_needed
+
+    def _num_spine_needed(self, request: Request, hit: Hit) -> int:
+        ref_counts = self.spine.ref_counts
+        num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
         return num_new + sum(ref_counts[block] == 0 for block in hit.blocks)
 
-    def admit(self, request: Request, hit: Hit) -> bool:
-        """Give a request the blocks of its hit and new ones for every other known token: all or nothing.
+    def admit(self, request: Request, hit: Hit, max_chunk: int | None = None) -> bool:
+        """Give a request the blocks of its hit and room for every other known token: all or nothing.
 
-        False, and nothing has changed, if the pool lacks the room.
+        In the spine these are blocks; a side group is promised what it will hold at once, and `grow` gives it. False,
+        and nothing has changed, if the pool lacks the room. max_chunk: most tokens of it in a step; None for all.
         """
-        pool = self.pool
-        if self.num_free_needed(request, hit) > pool.num_free:
+        if self.num_free_needed(request, hit, max_chunk) > self.num_available:
             return False
-        pool.touch(hit.blocks)  # before allocating, which may evict whatever is free
-        num_new = self.group.blocks_for(request.num_tokens) - len(hit.blocks)
-        self._tables[request.request_id] = hit.blocks + pool.allocate(num_new)
+        if self.spine is not self.pool and self._num_spine_needed(request, hit) > self.spine.num_free:
+            return False
+        request_id = request.request_id
+        self.spine.touch(hit.blocks)  # before allocating, which may evict whatever is free
+        if self.sides:
+            chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
+            self.sides.admit(request_id, request.num_tokens, hit, chunk)
+        num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
+        self._tables[request_id] = hit.blocks + self.spine.allocate(num_new)
         request.num_computed_tokens = hit.num_tokens
         request.num_staged_blocks = len(hit.blocks)
         if hit.blocks and request.chain is not None and not request.was_admitted:
@@ -137,36 +191,109 @@ class CacheManager:
             else:
                 most = self.max_hit_tokens(request) // self.block_size
                 self.what_if.query(request.chain.hashes, request.num_tokens, most)
+        if self.checkpoints is not None and hit.num_unused:
+            self.checkpoints.part(request, hit.num_matched * self.block_size)
         return True
+
+    def load_state(self, hit: Hit) -> StateSlot | None:
+        """The checkpoint that an admission with this hit begins from."""
+        return None if self.checkpoints is None or not hit.state_of else self.checkpoints.use(hit.state_of)
+
+    def expect_follower(self, leader: Request, num_blocks: int) -> None:
+        """Somebody waits for a running request to compute so many blocks: a state must be saved there."""
+        if self.checkpoints is not None:
+            self.checkpoints.part(leader, num_blocks * self.block_size)
+
+    # -- while a request runs ------------------------------------------------------------------------------------------
+
+    def chunk(self, request: Request, num_tokens: int) -> int:
+        """How many of its next num_tokens a running request computes in one step: fewer where side groups could not
+        hold them, or where a state is to be saved on the way. At least 1.
+        """
+        if self._is_plain:
+            return num_tokens
+        if self.sides:
+            num_tokens = self.capacity.chunk(request.num_tokens, num_tokens)
+        if self.checkpoints is not None and request.chain is not None:
+            start = request.num_computed_tokens
+            num_tokens = self.checkpoints.next_stop(request, start, start + num_tokens) - start
+        return num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Extend the table to cover num_tokens. False, and nothing has changed, if the pool lacks the room."""
+        """Extend the tables to cover num_tokens. False, and nothing has changed, if the pool lacks the room."""
         table = self._tables[request.request_id]
-        num_new = self.group.blocks_for(num_tokens) - len(table)
-        if num_new > 0:
-            if num_new > self.pool.num_free:
+        num_new = max(0, cdiv(num_tokens, self.block_size) - len(table))
+        if not self._is_plain:
+            num_side = self.sides.num_missing(request.request_id, num_tokens)
+            if num_side + (num_new if self.spine is self.pool else 0) > self.pool.num_free:
                 return False
-            table += self.pool.allocate(num_new)
+        if num_new > self.spine.num_free:
+            return False
+        if num_new:
+            table += self.spine.allocate(num_new)
+        if not self._is_plain:
+            self.sides.extend(request.request_id, num_tokens)
         return True
 
-    def stage(self, request: Request, num_computed_tokens: int) -> list[BlockId]:
-        """Make the blocks pending that the step in flight fills, up to num_computed_tokens; returns them."""
+    def take_new_block_ids(self, request: Request) -> tuple[tuple[BlockId, ...], ...]:
+        """For each group of the layout, the entries of the table that no plan has told of yet; they count as told."""
+        if self.spine is not self.pool:
+            return self.sides.take_new(request.request_id)
+        table = self._tables[request.request_id]
+        new = tuple(table[request.num_planned_blocks :])
+        request.num_planned_blocks = len(table)
+        return (new,) if self._is_plain else (new, *self.sides.take_new(request.request_id))
+
+    def stage(self, request: Request, num_computed_tokens: int) -> Staged:
+        """Make pending what the step in flight fills, up to num_computed_tokens."""
         first, stop = request.num_staged_blocks, num_computed_tokens // self.block_size
         if request.chain is None or stop <= first:
-            return []
+            return self._nothing_staged
         table = self._tables[request.request_id]
         blocks = table[first:stop]
-        staged = self.pool.stage(blocks, request.chain, first, table[first - 1] if first else None)
+        num_staged = self.spine.stage(blocks, request.chain, first, table[first - 1] if first else None)
         request.num_staged_blocks = stop
-        return blocks[:staged]
+        blocks = blocks[:num_staged]
+        if self._is_plain or not blocks:
+            return Staged(blocks)
+        lineages = self._lineages_of(blocks)
+        sides = self.sides.stage(request.request_id, first, lineages)
+        if self.checkpoints is None or (first + num_staged) * self.block_size != num_computed_tokens:
+            return Staged(blocks, sides)
+        slot = self.checkpoints.stage(request, num_computed_tokens, lineages[-1])
+        return Staged(blocks, sides, NO_LINEAGE if slot is None else lineages[-1], slot)
 
-    def commit(self, blocks: list[BlockId]) -> None:
+    def _lineages_of(self, blocks: Sequence[BlockId]) -> list[Lineage]:
+        lineages = self.spine.index.lineages
+        return [lineages[block] for block in blocks]
+
+    def commit(self, staged: Staged) -> None:
         """The step succeeded: its staged blocks are full and computed, so everyone may find them."""
-        self.pool.commit(blocks)
+        blocks = staged.blocks
+        if not blocks:
+            return
+        self.spine.commit(blocks)
+        if staged.sides:
+            lineages = self._lineages_of(blocks)
+            hashes = [self.spine.index.hashes[block] for block in blocks]
+            self.sides.commit(lineages, hashes, staged.sides)  # type: ignore[arg-type]
+        if self.checkpoints is not None and staged.save_state is not None:
+            self.checkpoints.commit(staged.state_of)
 
-    def withdraw(self, blocks: list[BlockId]) -> None:
+    def withdraw(self, staged: Staged) -> None:
         """The step failed: what was staged for it is findable no more."""
-        self.pool.withdraw(blocks)
+        if staged.sides:
+            self.sides.withdraw(self._lineages_of(staged.blocks), staged.sides)
+        if self.checkpoints is not None and staged.save_state is not None:
+            self.checkpoints.withdraw(staged.state_of)
+        self.spine.withdraw(staged.blocks)
+
+    def give_back(self, request: Request) -> None:
+        """Let go of the blocks that no later token of a running request sees. While free, they stay findable."""
+        if self._is_plain:
+            return
+        caught_up = request.num_computed_tokens >= request.num_tokens
+        self.sides.give_back(request.request_id, request.num_computed_tokens, caught_up=caught_up)
 
     def free(self, request: Request) -> None:
         """Give every block of a request back, once. Committed blocks stay findable until they are reused."""
@@ -177,20 +304,52 @@ class CacheManager:
             if (pin := request.sampling.pin) is not None:
                 priority, ttl_s = pin
                 num_blocks = min(request.num_prompt_tokens // self.block_size, request.num_staged_blocks)
-                self.pool.pins.pin(table[:num_blocks], priority, self._now_s + ttl_s, request.tenant)
-            self.pool.free(table)
+                self.spine.pins.pin(table[:num_blocks], priority, self._now_s + ttl_s, request.tenant)
+            self.spine.free(table)
+            self.sides.free(request.request_id)
+            if self.checkpoints is not None:
+                self.checkpoints.end(request.request_id)
         request.num_computed_tokens = 0
         request.num_staged_blocks = 0
         request.num_planned_blocks = 0
 
+    # -- the cache as a whole ------------------------------------------------------------------------------------------
+
+    def _lose(self, lineages: list[Lineage]) -> None:
+        """No hit can need what is kept of a beginning that the spine has forgotten."""
+        for lineage in lineages:
+            self.pool.forget_sides(lineage)
+            if self.checkpoints is not None:
+                self.checkpoints.drop(lineage)
+
     def reset(self) -> bool:
-        """Forget every cached block. False, and no effect, while a request holds blocks."""
-        done = self.pool.reset()
-        if done and self.what_if is not None:
+        """Forget everything cached. False, and no effect, while a request holds blocks."""
+        if self.spine.num_live or not self.pool.reset():
+            return False
+        if self.spine is not self.pool:
+            self.spine.reset()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
+        if self.what_if is not None:
             self.what_if.clear()
-        return done
+        return True
 
     def pass_time(self, now_s: float) -> None:
         """It is now_s, by any clock that does not go back: pins end and begin by it."""
         self._now_s = now_s
-        self.pool.pins.expire(now_s)
+        self.spine.pins.expire(now_s)
+
+    @property
+    def num_pending(self) -> int:
+        """Everything that the step in flight is to make findable; 0 between steps."""
+        num_states = 0 if self.checkpoints is None else self.checkpoints.num_pending
+        return self.spine.index.num_pending + self.pool.sides.num_pending + num_states
+
+    def group_gauges(self) -> tuple[GroupGauges, ...]:
+        """What each group of the layout holds now."""
+        sides, gauges = self.pool.sides, self.sides.gauges()
+        if self.spine is self.pool:
+            num_live = self.pool.num_live - sum(sides.num_live)
+            num_cached = self.pool.free_queue.num_cached - sum(sides.num_cached)
+            gauges.insert(0, GroupGauges(str(self.layout.groups[0]), num_live, num_cached))
+        return tuple(gauges)

@@ -46,9 +46,12 @@ class ChainMemo:
         The last block itself is not copied: behind a collision its content is another one.
         """
         first = len(chain.hashes)
-        if known.hashes[first - 1 : first] != chain.hashes[-1:] or known.extra_keys != chain.extra_keys:
+        if known.hashes[first - 1 : first] != chain.hashes[-1:]:
             return False
         shared = common_length(token_ids, known.token_ids, first * chain.block_size) // chain.block_size
+        keyed = chain.num_equally_keyed(known)
+        if keyed is not None:
+            shared = max(first, min(shared, keyed))
         chain.hashes += known.hashes[first:shared]
         chain.contents += known.contents[first:shared]
         return True

@@ -11,6 +11,7 @@ it must not know blocks' places in a pool, requests, or who asks.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import sys
 from array import array
@@ -21,9 +22,11 @@ from typing import Protocol
 
 from anaphora.core.ids import BlockHash
 from anaphora.errors import InvalidParameterError
+from anaphora.salt_regions import CacheSalt, SaltRegions, check_salt
 
 FORMAT_VERSION = 1
 _ROOT_TAG = b"anaphora/root"
+_DIGEST = re.compile("(?:[0-9a-f]{2})+")
 _PIECE = 4096  # tokens or blocks compared at once
 
 
@@ -51,21 +54,45 @@ class ExtraKey:
     """Something besides tokens that changes K/V or must not be shared.
 
     block_index: the block whose content it enters; the chain carries it to every later block.
+    Raises InvalidParameterError for values that only equal what they should be (1, 1.0, True; a bytearray).
     """
 
     kind: ExtraKeyKind
     payload: bytes
     block_index: int = 0
 
+    def __post_init__(self) -> None:
+        if type(self.kind) is not ExtraKeyKind:
+            raise InvalidParameterError(f"the kind of an extra key must be an ExtraKeyKind, got {self.kind!r}")
+        if type(self.payload) is not bytes:
+            raise InvalidParameterError(f"the payload of an extra key must be bytes, got {self.payload!r}")
+        if type(self.block_index) is not int or self.block_index < 0:
+            raise InvalidParameterError(f"an extra key enters a block 0, 1, 2 ..., got {self.block_index!r}")
 
-def salt_key(salt: str) -> ExtraKey:
+
+def salt_key(salt: str, block_index: int = 0) -> ExtraKey:
     """The cache salt, as its exact code points: look-alikes differ. Raises InvalidParameterError."""
-    if not isinstance(salt, str) or not salt:
-        raise InvalidParameterError(f"cache_salt must be a non-empty string or None, got {salt!r}")
-    try:
-        return ExtraKey(ExtraKeyKind.SALT, salt.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise InvalidParameterError(f"cache_salt must be valid Unicode: {error.reason} at {error.start}") from None
+    check_salt(salt)
+    return ExtraKey(ExtraKeyKind.SALT, salt.encode("utf-8"), block_index)
+
+
+def salt_keys(cache_salt: CacheSalt | None, block_size: int) -> tuple[ExtraKey, ...]:
+    """One key for each salt, in the block that contains its start. Raises InvalidParameterError."""
+    if cache_salt is None:
+        return ()
+    if isinstance(cache_salt, SaltRegions):
+        return tuple(salt_key(salt, start // block_size) for start, salt in cache_salt.regions)
+    return (salt_key(cache_salt),)
+
+
+def lora_key(digest: str) -> ExtraKey:
+    """A LoRA adapter, by the SHA-256 of its content in hex; the chain carries it from block 0 on.
+
+    Raises InvalidParameterError.
+    """
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise InvalidParameterError(f"an adapter is named by a digest in lower-case hexadecimal digits, got {digest!r}")
+    return ExtraKey(ExtraKeyKind.LORA, bytes.fromhex(digest))
 
 
 def pack_tokens(token_ids: Iterable[int]) -> array[int]:
@@ -169,9 +196,8 @@ class BlockChain:
             return 0
         data = encode_tokens(token_ids[first * block_size : stop * block_size])
         contents = [piece for (piece,) in self._piece.iter_unpack(data)]
-        for index, extra in self.extra_keys.items():
-            if first <= index < stop:
-                contents[index - first] += extra
+        for index in self._keyed(first, stop):
+            contents[index - first] += self.extra_keys[index]
 
         hash_function, hashes = self._hash_function, self.hashes
         parent: bytes = hashes[-1] if hashes else self.root
@@ -185,6 +211,19 @@ class BlockChain:
             append(parent)  # type: ignore[arg-type]  # a NewType call per block would cost a tenth of the loop
         self.contents += contents
         return stop - first
+
+    def _keyed(self, first: int, stop: int) -> list[int]:
+        """The blocks in [first, stop) with extra keys. A decode step looks at one block, not at every image."""
+        if stop - first < len(self.extra_keys):
+            return [index for index in range(first, stop) if index in self.extra_keys]
+        return [index for index in self.extra_keys if first <= index < stop]
+
+    def num_equally_keyed(self, other: BlockChain) -> int | None:
+        """How many leading blocks have the same extra keys in both; None if all have, however many there are."""
+        mine, theirs = self.extra_keys, other.extra_keys
+        if mine == theirs:
+            return None
+        return min(index for index in mine.keys() | theirs.keys() if mine.get(index) != theirs.get(index))
 
     def common_blocks(self, other: BlockChain, limit: int) -> int:
         """How many leading blocks, at most `limit`, are the same by content: exact, whatever the hashes say."""

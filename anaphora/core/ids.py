@@ -8,6 +8,7 @@ BlockId = NewType("BlockId", int)  # index of a block in the pool
 BlockHash = NewType("BlockHash", bytes)  # digest that names a block and everything before it
 TokenId = NewType("TokenId", int)
 RequestId = NewType("RequestId", str)
+StateSlot = NewType("StateSlot", int)  # index of a checkpoint of recurrent state, from 0
 Lineage = NewType("Lineage", int)  # serial number of one exact beginning, never reused; see prefix_index
 
 NULL_BLOCK = BlockId(0)

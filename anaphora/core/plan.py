@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anaphora.core.ids import BlockId, RequestId, TokenId
+from anaphora.core.ids import BlockId, RequestId, StateSlot, TokenId
 from anaphora.sampling_params import SamplingParams
 
 
@@ -25,6 +25,7 @@ class Admission:
     token_ids: every token known now (prompt, then outputs made before a preemption).
     seed: resolved per request; the choice at a position depends on it and on the position only.
     end_token_ids: end the request; not to be chosen as one of the first `sampling.min_tokens` outputs.
+    adapter: digest of the LoRA adapter that every token of it is computed with, None for the model itself.
     """
 
     request_id: RequestId
@@ -33,6 +34,7 @@ class Admission:
     sampling: SamplingParams
     seed: int
     end_token_ids: frozenset[int] = frozenset()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,22 @@ class ScheduledRequest:
     start: position of the first scheduled token; K/V of positions [0, start) are in the pool, or
         (blocks that a request earlier in this plan writes) are in it once this step has written.
     token_ids: the scheduled tokens, positions [start, start + len(token_ids)). Never empty.
-    new_block_ids: appended to the request's block table since the plan before this one; with an
-        admission in the same plan, the whole table. It covers every scheduled position.
+    new_block_ids: for each group of the cache's layout, appended to the request's block table since the plan before
+        this one; with an admission in the same plan, the whole table. It covers every scheduled position. The null
+        block stands where no scheduled token looks.
     sample: whether the last scheduled token is the last known one, so that the next token is sampled.
+    load_state: with an admission and start > 0, the checkpoint that the recurrent state of position start is copied
+        from, before anything else happens in this step.
+    save_state: the checkpoint that the recurrent state after the last scheduled token is copied to, after all else.
     """
 
     request_id: RequestId
     start: int
     token_ids: tuple[TokenId, ...]
-    new_block_ids: tuple[BlockId, ...]
+    new_block_ids: tuple[tuple[BlockId, ...], ...]
     sample: bool
+    load_state: StateSlot | None = None
+    save_state: StateSlot | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _FIRST_PIECE = 64
 
 
 class PrefixIndex:
-    """hash -> blocks, for one group. Every operation is O(1) per block.
+    """hash -> blocks, for the spine: the group that sees everything. Every operation is O(1) per block.
 
     copies: hash -> further committed blocks of the same content, where there is more than one.
     num_committed, num_duplicates: how often a block was committed, and of these, beside another of the same content.
@@ -199,6 +199,12 @@ class PrefixIndex:
             all_hashes[block] = None
             lineages[block] = NO_LINEAGE
 
+    def remove_last(self, blocks: list[BlockId]) -> list[Lineage]:
+        """As remove_all; returns the lineages that no committed block has any more."""
+        before = [(self.hashes[block], self._lineages[block]) for block in blocks]
+        self.remove_all(blocks)
+        return [lineage for block_hash, lineage in before if block_hash not in self._committed]
+
     def _forget(self, block: BlockId) -> None:
         """A block without a hash: its content and parent are stale, and nobody comes to read them."""
         self.hashes[block] = None
@@ -211,7 +217,7 @@ class PrefixIndex:
 
     @property
     def lineages(self) -> list[Lineage]:
-        """Of each block, by id; to be read only. NO_LINEAGE where a block holds nothing."""
+        """Of each block, by id; to be read only. NO_LINEAGE where a block holds nothing; a side block's is negative."""
         return self._lineages
 
     @property
@@ -223,11 +229,19 @@ class PrefixIndex:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    @property
+    def committed_lineages(self) -> set[Lineage]:
+        """Costs time in proportion to the index."""
+        return {self._lineages[block] for block in self._committed.values()}
+
     def inconsistencies(self) -> list[str]:
         """Equations between the tables of this index that do not hold. For tests; costs time in proportion to it."""
         broken = []
         committed = {block for block_hash in self._committed for block in self.blocks_of(block_hash)}
-        hashed = {BlockId(block) for block, block_hash in enumerate(self.hashes) if block_hash is not None}
+        hashed = {BlockId(block) for block, lineage in enumerate(self._lineages) if lineage > NO_LINEAGE}
+        unnamed = [block for block in hashed if self.hashes[block] is None]
+        if unnamed:
+            broken.append(f"blocks {sorted(unnamed)} have a lineage and no hash")
         if len(committed) != len(self):
             broken.append("a block is in the index twice")
         if committed - hashed:

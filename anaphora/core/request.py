@@ -31,12 +31,14 @@ class Request:
 
     num_cached_tokens: the hit at first admission; never changes after. num_computed_tokens: tokens whose K/V are in the
     pool now. furthest_computed: the most that it ever was, so that what is computed again after a preemption is told
-    apart. chain is None where prefix caching is off. on_state: told of every state as it is entered, by whoever has a
-    clock; it must not call back. tenant: whose pins its own count among; None has no limit of its own.
+    apart. adapter: digest of its LoRA adapter, which is among the extra_keys, too. chain is None where prefix caching
+    is off. on_state: told of every state as it is entered, by whoever has a clock; it must not call back. tenant: whose
+    pins its own count among; None has no limit of its own.
     Raises EmptyPromptError, InvalidTokenError.
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "chain",
         "eos_token_ids",
@@ -70,6 +72,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         extra_keys: Iterable[ExtraKey] = (),
+        adapter: str | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         on_state: Callable[[RequestState], None] | None = None,
         tenant: str | None = None,
@@ -78,6 +81,8 @@ class Request:
             raise EmptyPromptError("the prompt has no tokens; give at least one")
         if isinstance(prompt_token_ids, str | bytes | bytearray):
             raise InvalidTokenError(f"token ids must be a sequence of integers, got {type(prompt_token_ids).__name__}")
+        if not isinstance(prompt_token_ids, array) and bool in set(map(type, prompt_token_ids)):
+            raise InvalidTokenError("token ids must be integers: True and False only equal some")
         try:
             self.tokens: array[int] = pack_tokens(prompt_token_ids)
         except (TypeError, OverflowError) as error:
@@ -87,6 +92,7 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.extra_keys = tuple(extra_keys)
+        self.adapter = adapter
         self.eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self.num_prompt_tokens = len(self.tokens)
         self.chain: BlockChain | None = None

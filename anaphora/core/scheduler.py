@@ -21,16 +21,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from anaphora.config import SCHEDULING_POLICIES
-from anaphora.core import accounting
-from anaphora.core.cache_manager import CacheManager, Hit
+from anaphora.core import accounting, limits
+from anaphora.core.cache_manager import CacheManager
 from anaphora.core.followers import Followers
-from anaphora.core.ids import RequestId
+from anaphora.core.hit import Hit
+from anaphora.core.ids import RequestId, StateSlot
 from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.core.request import Request, RequestState
 from anaphora.core.stats import Counters, Gauges, Stats
 from anaphora.core.step import InFlight, Step
 from anaphora.core.waiting_queue import Rank, WaitingQueue
-from anaphora.errors import ConfigError, DuplicateRequestError, PromptTooLongError, UnknownRequestError
+from anaphora.errors import ConfigError, DuplicateRequestError, UnknownRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +95,7 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Refuse at once what can never run, whatever is cached. Raises PromptTooLongError."""
-        if self.max_model_len is not None and num_prompt_tokens >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens, but prompt and output together may have "
-                f"{self.max_model_len} (max_model_len); shorten it to {self.max_model_len - 1} or less"
-            )
-        if num_prompt_tokens > self.cache.capacity_tokens:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens, but the whole pool holds {self.cache.capacity_tokens} "
-                f"({self.cache.pool.num_blocks} blocks of {self.cache.block_size}); shorten it or raise num_blocks"
-            )
+        limits.check_fits(num_prompt_tokens, self.max_model_len, self.cache)
 
     def finish(self, request_id: str, reason: str) -> None:
         """End a live request from outside (`stop`, `abort`). While a step is in flight it ends with that step.
@@ -180,7 +172,7 @@ class Scheduler:
         while index < len(self._running):
             request = self._running[index]
             owed = len(self._running) - index - 1
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, self._max_chunk, step.budget - owed)
+            num_tokens = self._chunk(request, step.budget - owed)
             while not self.cache.grow(request, request.num_computed_tokens + num_tokens):
                 step.preempted = True
                 victim = self._running[-1]  # the worst rank: not scheduled yet
@@ -204,8 +196,8 @@ class Scheduler:
                 request.enter(RequestState.FOLLOWING)
                 self._followers.add(request, *leader)
                 continue
-            if not self.cache.admit(request, hit):
-                self._blocked = request, self.cache.num_free_needed(request, hit)
+            if not self.cache.admit(request, hit, self._max_chunk):
+                self._blocked = request, self.cache.num_free_needed(request, hit, self._max_chunk)
                 request.enter(RequestState.WAITING)
                 return
             self._blocked = None  # what is live now may be shared by whoever was blocked
@@ -221,54 +213,68 @@ class Scheduler:
                     request.sampling,
                     request.seed,
                     request.end_token_ids,
+                    request.adapter,
                 )
             )
-            writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}
-            self._put(step, request, min(request.num_tokens - hit.num_tokens, self._max_chunk, step.budget), writers)
+            num_tokens = self._chunk(request, step.budget)
+            grown = self.cache.grow(request, hit.num_tokens + num_tokens)
+            assert grown, "an admission asks for the room of its first chunk, too"
+            self._put(step, request, num_tokens, step.writers(hit), self.cache.load_state(hit))
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many tokens of a request that has its hit this step computes."""
+        behind = request.num_tokens - request.num_computed_tokens
+        return self.cache.chunk(request, min(behind, self._max_chunk, budget))
 
     def _is_blocked(self, request: Request) -> bool:
         """Whether it did not fit before, and still cannot: looking up again is pointless."""
         if self._blocked is None:
             return False
         blocked, num_free_needed = self._blocked
-        return blocked is request and num_free_needed > self.cache.pool.num_free
+        return blocked is request and num_free_needed > self.cache.num_available
 
-    def _put(self, step: Step, request: Request, num_tokens: int, shares_with: set[RequestId]) -> None:
+    def _put(
+        self,
+        step: Step,
+        request: Request,
+        num_tokens: int,
+        shares_with: set[RequestId],
+        load_state: StateSlot | None = None,
+    ) -> None:
         """Schedule num_tokens of a request that has the blocks for them."""
         start = request.num_computed_tokens
         stop = start + num_tokens
-        table = self.cache.table(request.request_id)
-        new_blocks = tuple(table[request.num_planned_blocks :])
-        request.num_planned_blocks = len(table)
-        token_ids = tuple(request.tokens[start:stop])
         sample = stop == request.num_tokens and request.sampling.max_tokens > 0
-        step.scheduled.append(ScheduledRequest(request.request_id, start, token_ids, new_blocks, sample))  # type: ignore[arg-type]
-        step.budget -= num_tokens
         staged = self.cache.stage(request, stop)
-        for block in staged:
-            step.pending_writer[block] = request.request_id
+        step.scheduled.append(
+            ScheduledRequest(
+                request.request_id,
+                start,
+                tuple(request.tokens[start:stop]),  # type: ignore[arg-type]
+                self.cache.take_new_block_ids(request),
+                sample,
+                load_state,
+                staged.save_state,
+            )
+        )
+        step.budget -= num_tokens
+        if staged.blocks:
+            step.note_writer(request.request_id, staged)
         step.in_flight[request.request_id] = InFlight(request, num_tokens, sample, staged, shares_with)
         if request.chain is not None:
             num_blocks = stop // self.cache.block_size
-            if num_blocks < len(request.chain.hashes):
-                step.frontier[request.chain.hashes[num_blocks]] = request, num_blocks
+            step.frontier.add(request, num_blocks)
             for follower in self._followers.release(request, num_blocks):
                 self._enqueue(follower)
 
     def _leader_of(self, step: Step, request: Request, hit: Hit) -> tuple[Request, int] | None:
-        """Who computes this request's next block, and how many leading blocks the two share; None if nobody does.
-
-        A running request's next block is its frontier. If both have the same one, and their contents agree up to
-        there and beyond what the leader has planned, it is cheaper to wait.
-        """
-        chain = request.chain
-        if chain is None or len(hit.blocks) >= len(chain.hashes):
-            return None
-        leader, num_planned = step.frontier.get(chain.hashes[len(hit.blocks)], (None, 0))
-        if leader is None or leader.chain is None:
-            return None
-        shared = chain.common_blocks(leader.chain, self.cache.max_hit_tokens(request) // self.cache.block_size)
-        return (leader, shared) if shared > num_planned else None
+        """Whom it is cheaper to wait for, and how many leading blocks the two share; None if there is nobody."""
+        if hit.awaits is not None:  # the state that it saves can be loaded in the next step
+            return self._requests[hit.awaits], 0
+        found = step.frontier.leader_of(request, hit, self.cache.max_hit_tokens(request) // self.cache.block_size)
+        if found is not None:
+            self.cache.expect_follower(*found)
+        return found
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Take the outcome of the plan in flight: commit what was written, append what was sampled, end what is done.
@@ -290,6 +296,7 @@ class Scheduler:
                 continue
             accounting.computed(self._counters, entry.request, entry.num_tokens)
             self.cache.commit(entry.staged)
+            self.cache.give_back(entry.request)
             if request_id in result.unsampled:
                 updates.append(self._fail_request(entry.request, result.unsampled[request_id]))
             else:
@@ -326,26 +333,12 @@ class Scheduler:
         elif token is not None:
             request.append(token.token_id)
             self._counters.num_generated_tokens += 1
-            reason = self._finish_reason(request, token.token_id)
+            reason = limits.finish_reason(request, token.token_id, self.max_model_len, self.cache)
         elif request.sampling.max_tokens == 0 and request.num_computed_tokens == request.num_tokens:
             reason = "length"  # the prompt is scored
         if reason is not None:
             self._end(request, reason)
         return RequestUpdate(request, token, reason)
-
-    def _finish_reason(self, request: Request, token_id: int) -> str | None:
-        if request.num_output_tokens > request.sampling.min_tokens:
-            if token_id in request.eos_token_ids:
-                return "stop"
-            if token_id in request.sampling.stop_token_ids:
-                request.stop_reason = token_id
-                return "stop"
-        if request.num_output_tokens >= request.sampling.max_tokens:
-            return "length"
-        if self.max_model_len is not None and request.num_tokens >= self.max_model_len:
-            return "length"
-        # The last token's K/V are never needed, so one token more than the pool holds can be known.
-        return "length" if request.num_tokens > self.cache.capacity_tokens else None
 
     # -- the cache as a whole ------------------------------------------------------------------------------------------
 
@@ -362,7 +355,7 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """A snapshot; two of them give a delta."""
-        pool = self.cache.pool
+        pool, index, checkpoints = self.cache.pool, self.cache.spine.index, self.cache.checkpoints
         gauges = Gauges(
             num_total_blocks=pool.num_blocks,
             num_live_blocks=pool.num_live,
@@ -371,16 +364,19 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_following=len(self._followers),
-            num_pinned_blocks=pool.pins.num_pinned,
+            num_pinned_blocks=self.cache.spine.pins.num_pinned,
+            num_checkpoints=0 if checkpoints is None else len(checkpoints),
+            num_state_slots=0 if checkpoints is None else checkpoints.num_slots,
         )
         counters = replace(
             self._counters,
-            num_committed_blocks=pool.index.num_committed,
-            num_duplicate_blocks=pool.index.num_duplicates,
-            num_collisions=pool.index.num_collisions,
+            num_committed_blocks=index.num_committed,
+            num_duplicate_blocks=index.num_duplicates,
+            num_collisions=index.num_collisions,
             num_evicted_blocks=pool.num_evicted,
         )
-        return Stats(counters, gauges, () if self.cache.what_if is None else self.cache.what_if.curve())
+        what_if = () if self.cache.what_if is None else self.cache.what_if.curve()
+        return Stats(counters, gauges, self.cache.group_gauges(), what_if)
 
     def inconsistencies(self) -> list[str]:
         """Equations between requests and block tables that do not hold. For tests."""
@@ -388,8 +384,8 @@ class Scheduler:
         running = {request.request_id for request in self._running}
         if running != self.cache.tables.keys():
             broken.append(f"running {sorted(running)}, but tables for {sorted(self.cache.tables)}")
-        if self._in_flight is None and self.cache.pool.index.num_pending:
-            broken.append(f"{self.cache.pool.index.num_pending} blocks are pending between steps")
+        if self._in_flight is None and self.cache.num_pending:
+            broken.append(f"{self.cache.num_pending} blocks or checkpoints are pending between steps")
         for request in self._running:
             num_blocks = len(self.cache.table(request.request_id))
             if not request.num_computed_tokens < request.num_tokens:

@@ -61,7 +61,7 @@ class Gauges:
     """The state now. live + cached + blank == total blocks (the null block is not among them).
 
     live: held by requests. cached: free and findable. blank: free, nothing findable in them. pinned: contents that a
-    request asked to keep longer, live or cached.
+    request asked to keep longer, live or cached. checkpoints: of recurrent state, held in as many state slots at most.
     """
 
     num_total_blocks: int
@@ -72,6 +72,8 @@ class Gauges:
     num_waiting: int = 0
     num_following: int = 0
     num_pinned_blocks: int = 0
+    num_checkpoints: int = 0
+    num_state_slots: int = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -80,9 +82,21 @@ class Gauges:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupGauges:
+    """What one group of the cache's layout holds now. live, cached: as in Gauges."""
+
+    kind: str
+    num_live_blocks: int
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
-    """what_if: the hit rate of LRU with other pools, smallest first; empty where no curve is kept."""
+    """groups: one for each group of the cache's layout. what_if: the hit rate of LRU with other pools, smallest first;
+    empty where no curve is kept.
+    """
 
     counters: Counters
     gauges: Gauges
+    groups: tuple[GroupGauges, ...] = ()
     what_if: tuple[WhatIfPoint, ...] = ()

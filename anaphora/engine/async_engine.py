@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from anaphora.core.busy_prefixes import BusyPrefix
+from anaphora.engine.adapters import AdapterInfo
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import EngineStats, StepOutput
 from anaphora.engine.ttft import NOTHING_BEFORE, TtftParts
 from anaphora.errors import EngineStoppedError, UnknownRequestError
+from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
@@ -42,9 +44,10 @@ class NewRequest:
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     priority: int = 0
     tenant: str | None = None
+    adapter: str | None = None
 
 
 class _Command(NamedTuple):
@@ -182,6 +185,7 @@ class AsyncEngine:
                         cache_salt=new.cache_salt,
                         priority=new.priority,
                         tenant=new.tenant,
+                        adapter=new.adapter,
                         arrival_s=arrival_s,
                         before=before,
                     )
@@ -204,6 +208,19 @@ class AsyncEngine:
         done: asyncio.Future[list[BusyPrefix]] = self._loop.create_future()
         self._call(lambda: self.engine.busiest_prefixes(count), done)
         return await done
+
+    async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> AdapterInfo:
+        """As Engine.load_adapter; the files are read beside the steps. Raises AdapterError, EngineStoppedError too."""
+        adapter = await self.in_worker(self.engine.read_adapter, folder)
+        loaded: asyncio.Future[AdapterInfo] = self._loop.create_future()
+        self._call(lambda: self.engine.load_adapter(name, folder, replace=replace, adapter=adapter), loaded)
+        return await loaded
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """As Engine.unload_adapter."""
+        unloaded: asyncio.Future[AdapterInfo] = self._loop.create_future()
+        self._call(lambda: self.engine.unload_adapter(name), unloaded)
+        return await unloaded
 
     def _close(self, group: RequestGroup) -> None:
         alive = [request_id for request_id in group.request_ids if self._groups.pop(request_id, None) is not None]

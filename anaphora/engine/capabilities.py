@@ -50,6 +50,16 @@ class Capabilities:
         return getattr(self._executor, "kv_cache_bytes", None)
 
     @property
+    def kv_bytes_per_token(self) -> tuple[int, ...] | None:
+        """What one token takes in each group of the cache; None if the executor holds no memory."""
+        return getattr(self._executor, "kv_bytes_per_token", None)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens of one request that the pool can hold."""
+        return self._scheduler.cache.capacity_tokens
+
+    @property
     def root(self) -> bytes:
         """Digest of what the model is: the parent of every first block."""
         return self._scheduler.cache.root

@@ -10,15 +10,18 @@ simulator and a test are executors of this same engine.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from anaphora.core.busy_prefixes import BusyPrefix
-from anaphora.core.hashing import salt_key
+from anaphora.core.hashing import lora_key, pack_tokens, salt_keys
 from anaphora.core.ids import RequestId
 from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
+from anaphora.engine.adapters import Adapter, AdapterInfo, AdapterRegistry
 from anaphora.engine.capabilities import Capabilities
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.one_at_a_time import OneAtATime, exclusive
@@ -29,6 +32,7 @@ from anaphora.engine.recorder import TraceRecorder
 from anaphora.engine.seeds import DrawnSeeds
 from anaphora.engine.ttft import NOTHING_BEFORE, TtftClock, TtftParts
 from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError
+from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +43,8 @@ class Engine(Capabilities):
 
     tokenizer: None takes and gives token ids only. eos_token_ids: the model's end tokens. seed: requests without a seed
     draw theirs from it, by a counter, so the same calls give the same outputs. clock: seconds; see RequestMetrics.
-    grammars: None refuses structured output. recorder: is told of every request that ends.
+    grammars: None refuses structured output. recorder: is told of every request that ends. adapters: None refuses LoRA
+    adapters.
     """
 
     def __init__(
@@ -53,12 +58,14 @@ class Engine(Capabilities):
         seed: int = 0,
         grammars: GrammarChecker | None = None,
         recorder: TraceRecorder | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         super().__init__(scheduler, executor, tokenizer, grammars)
         self.clock = clock
         self._eos_token_ids = eos_token_ids
         self._seeds = DrawnSeeds(seed)
         self.recorder = recorder
+        self._adapters = adapters
         self.calls = OneAtATime()
         self._live: dict[str, LiveRequest] = {}
         self._undelivered: dict[str, StepOutput] = {}  # ended in a step that an interrupt cut short
@@ -73,23 +80,25 @@ class Engine(Capabilities):
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
-        cache_salt: str | None = None,
+        cache_salt: CacheSalt | None = None,
         priority: int = 0,
         arrival_s: float | None = None,
         before: TtftParts = NOTHING_BEFORE,
         add_special_tokens: bool = True,
         tenant: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request; `step` runs it. If this raises, nothing of the request is kept.
 
         prompt: text, or token ids in [0, vocab_size). cache_salt: shares cached blocks only with requests of the same
-        salt. priority: lower first, under the `priority` policy. arrival_s: when the request arrived by the engine's
-        clock, if that was before this call. before: what was done with it since then; the rest of that time it has
-        waited. add_special_tokens: the tokenizer's own, such as a BOS; off for text that holds them already (a rendered
-        chat). tenant: whose pinned blocks its own count among.
+        salt, or, given as SaltRegions, from some token on. priority: lower first, under the `priority` policy.
+        arrival_s: when the request arrived by the engine's clock, if that was before this call. before: what was done
+        with it since then; the rest of that time it has waited. add_special_tokens: the tokenizer's own, such as a BOS;
+        off for text that holds them already (a rendered chat). tenant: whose pinned blocks its own count among.
+        adapter: name of the LoRA adapter that it runs with, to its end, whatever the name stands for later.
 
         Raises RequestError: EmptyPromptError, InvalidTokenError, InvalidParameterError, PromptTooLongError,
-        DuplicateRequestError.
+        DuplicateRequestError, UnknownAdapterError, AdapterLimitError; and AdapterChangedError.
         """
         begin_s = self.clock()
         if not isinstance(request_id, str) or not request_id:
@@ -102,23 +111,26 @@ class Engine(Capabilities):
         arrival_s = begin_s if arrival_s is None else arrival_s
         ttft = TtftClock(self.clock, begin_s, arrival_s, before)
         ttft.enter("tokenize_s")
-        token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+        token_ids = check_token_ids(self.encode(prompt, add_special_tokens=add_special_tokens), self.vocab_size)
         ttft.enter("other_s")
-        request = Request(
-            request_id,
-            check_token_ids(token_ids, self.vocab_size),
-            sampling,
-            seed=self._seeds.look() if sampling.seed is None else sampling.seed,
-            priority=check_priority(priority),
-            extra_keys=() if cache_salt is None else (salt_key(cache_salt),),
-            eos_token_ids=self._eos_token_ids,
-            on_state=ttft.enter_state,
-            tenant=tenant,
-        )
-        text = prompt if isinstance(prompt, str) else None
-        live = LiveRequest(request, text, self.tokenizer, arrival_s, ttft)
-        ttft.enter("lookup_s")
-        self._scheduler.add(request)
+        extra_keys = salt_keys(cache_salt, self.block_size)
+        with self._pinned(adapter) as digest:
+            request = Request(
+                request_id,
+                pack_tokens(token_ids),
+                sampling,
+                seed=self._seeds.look() if sampling.seed is None else sampling.seed,
+                priority=check_priority(priority),
+                extra_keys=extra_keys if digest is None else (*extra_keys, lora_key(digest)),
+                adapter=digest,
+                eos_token_ids=self._eos_token_ids,
+                on_state=ttft.enter_state,
+                tenant=tenant,
+            )
+            text = prompt if isinstance(prompt, str) else None
+            live = LiveRequest(request, text, self.tokenizer, arrival_s, ttft)
+            ttft.enter("lookup_s")
+            self._scheduler.add(request)
         self._live[request_id] = live
         if sampling.seed is None:
             self._seeds.draw()
@@ -144,6 +156,15 @@ class Engine(Capabilities):
             if last.output is not None:
                 ended.append(last.output)
         return ended
+
+    def _forget(self, request_id: str) -> LiveRequest:
+        """A request has ended: the scheduler knows it no more, and what it held of the engine's, it holds no more."""
+        live = self._live.pop(request_id)
+        if self.recorder is not None:
+            self.recorder.record(live.request, live.arrival_s)
+        if live.request.adapter is not None:
+            self._registry.unpin(live.request.adapter)
+        return live
 
     @property
     def has_unfinished(self) -> bool:
@@ -251,12 +272,47 @@ class Engine(Capabilities):
         self._forget(request.request_id)
         return live.finish(output, reason, error, now_s)
 
-    def _forget(self, request_id: str) -> LiveRequest:
-        """A request has ended: the scheduler knows it no more."""
-        live = self._live.pop(request_id)
-        if self.recorder is not None:
-            self.recorder.record(live.request, live.arrival_s)
-        return live
+    # -- LoRA adapters -------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """What is loaded, by name. A snapshot that any thread may take."""
+        return () if self._adapters is None else self._adapters.infos
+
+    def read_adapter(self, folder: str | os.PathLike[str]) -> Adapter:
+        """Read and check an adapter's files for `load_adapter`, which does it too; slow, and allowed on any thread.
+
+        Raises AdapterError, InvalidParameterError.
+        """
+        return self._registry.read(folder)
+
+    @exclusive
+    def load_adapter(
+        self, name: str, folder: str | os.PathLike[str], *, replace: bool = False, adapter: Adapter | None = None
+    ) -> AdapterInfo:
+        """From now on requests may name the LoRA adapter in this folder, as PEFT writes it.
+
+        replace: under a name that is in use; the requests that run with it end as they began. adapter: what
+        `read_adapter` gave for this folder. Raises AdapterError, InvalidParameterError; then nothing has changed.
+        """
+        return self._registry.load(name, folder, adapter or self._registry.read(folder), replace=replace)
+
+    @exclusive
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget a name; the requests that run with it go on. Its blocks stay, for the same content under any name.
+
+        Raises UnknownAdapterError.
+        """
+        return self._registry.unload(name)
+
+    @property
+    def _registry(self) -> AdapterRegistry:
+        if self._adapters is None:
+            raise InvalidParameterError("this engine was made without LoRA adapters: build it with build_engine or LLM")
+        return self._adapters
+
+    def _pinned(self, adapter: str | None) -> AbstractContextManager[str | None]:
+        return nullcontext() if adapter is None else self._registry.pinned(adapter)
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
@@ -276,4 +332,4 @@ class Engine(Capabilities):
     def stats(self) -> EngineStats:
         """A snapshot; plain data."""
         stats = self._scheduler.stats()
-        return EngineStats(stats.counters, stats.gauges, replace(self._times), stats.what_if)
+        return EngineStats(stats.counters, stats.gauges, replace(self._times), stats.groups, stats.what_if)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anaphora.core.plan import Embedding
-from anaphora.core.stats import Counters, Gauges
+from anaphora.core.stats import Counters, Gauges, GroupGauges
 from anaphora.core.what_if import WhatIfPoint
 from anaphora.engine.ttft import TtftParts
 
@@ -134,9 +134,12 @@ class EngineTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The scheduler's counters and gauges, where the time went, and what other pools would find (core.what_if)."""
+    """The scheduler's counters and gauges, where the time went, what each group of the cache holds, and what other
+    pools would find (core.what_if).
+    """
 
     counters: Counters
     gauges: Gauges
     times: EngineTimes
+    groups: tuple[GroupGauges, ...] = ()
     what_if: tuple[WhatIfPoint, ...] = ()

@@ -13,6 +13,7 @@ from anaphora.core.ids import TokenId
 from anaphora.core.plan import Admission
 from anaphora.errors import UnsupportedModelError
 from anaphora.runtime.grammar import GrammarFactory, GrammarState
+from anaphora.runtime.lora.adapter import Adapter
 from anaphora.runtime.pooling import Pooler
 from anaphora.runtime.sampler import SamplingRow, TokenCounts
 
@@ -20,10 +21,21 @@ from anaphora.runtime.sampler import SamplingRow, TokenCounts
 class AdmittedRequest:
     """row: in the block tables, once it has one. prompt: its tokens, None unless their log-probabilities are wanted.
 
-    pooler: None unless an embedding is wanted.
+    pooler: None unless an embedding is wanted. adapter: what every token of it is computed with.
     """
 
-    __slots__ = ("_counts", "_end_token_ids", "_grammar", "_may_end_at", "_seed", "pooler", "prompt", "row", "sampling")
+    __slots__ = (
+        "_counts",
+        "_end_token_ids",
+        "_grammar",
+        "_may_end_at",
+        "_seed",
+        "adapter",
+        "pooler",
+        "prompt",
+        "row",
+        "sampling",
+    )
 
     def __init__(
         self,
@@ -34,6 +46,7 @@ class AdmittedRequest:
     ) -> None:
         sampling, num_prompt_tokens = admission.sampling, admission.num_prompt_tokens
         self.row = -1
+        self.adapter: Adapter | None = None
         self.sampling = sampling
         self.prompt = None if sampling.prompt_logprobs is None else admission.token_ids[:num_prompt_tokens]
         self.pooler = None if sampling.pooling is None else Pooler(sampling.pooling, num_prompt_tokens)

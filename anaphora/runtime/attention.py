@@ -20,6 +20,7 @@ from anaphora.errors import UnsupportedModelError
 from anaphora.runtime.kv_cache import KVCache
 
 ATTENTION_NAME = "anaphora_paged"
+"""Steps run under this name. No mask is registered for it, so `transformers` makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ class AttentionCall:
     """Sequences whose attention is one call: one sequence with any number of new tokens, or several with one each.
 
     begin, end: their new tokens in the packed batch, `num_seqs` sequences after one another.
-    block_ids: [num_seqs * n], n for each sequence, padded with the null block.
-    num_keys: keys per sequence that the call sees; exact for one sequence, n * block_size for several.
-    is_causal: one sequence without past; `mask` is None then.
+    block_ids: [num_seqs * n], n for each sequence, padded with the null block: those with keys that are seen.
+    num_unseen, num_keys: of each sequence's gathered keys, the first `num_unseen` are seen by no new token and are
+        left out; the next `num_keys` take part. Exact for one sequence; 0 and n * block_size for several.
+    is_causal: one sequence whose keys are its new tokens and no others; `mask` is None then.
     mask: added to the scores, 0 or -inf; broadcasts to [num_seqs, 1, new tokens, num_keys]. None: all keys are seen.
     stale_slots: rows of the gathered blocks that lie behind a sequence's end in its last block. What an
         earlier owner left there is set to zero, as a masked NaN would still be NaN. None: there are none.
@@ -40,9 +42,22 @@ class AttentionCall:
     num_seqs: int
     block_ids: torch.Tensor
     num_keys: int
+    num_unseen: int = 0
     is_causal: bool = False
     mask: torch.Tensor | None = None
     stale_slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """What one group's layers do in a step.
+
+    slot_mapping: the slot of each token of the packed batch, [num_tokens] int64.
+    calls: cover the packed batch without gaps, in order.
+    """
+
+    slot_mapping: torch.Tensor
+    calls: tuple[AttentionCall, ...]
 
 
 class AttentionContext(Protocol):
@@ -58,14 +73,12 @@ class PagedContext:
     """One step: where new keys and values go, and who reads what.
 
     layers: a module's `layer_idx` -> its layer in the pool.
-    slot_mapping: the slot of each token of the packed batch, [num_tokens] int64.
-    calls: cover the packed batch without gaps, in order.
+    groups: by number, as the pool's layers name them.
     """
 
     cache: KVCache
     layers: Mapping[int, int]
-    slot_mapping: torch.Tensor
-    calls: tuple[AttentionCall, ...]
+    groups: tuple[GroupInputs, ...]
 
     def attend(
         self,
@@ -86,9 +99,10 @@ class PagedContext:
         Returns [1, num_tokens, heads, value_dim].
         """
         layer = self.layers[module.layer_idx]  # type: ignore[index]
-        self.cache.write(layer, self.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        group = self.groups[self.cache.layers[layer].group]
+        self.cache.write(layer, group.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
         output: torch.Tensor | None = None
-        for call in self.calls:
+        for call in group.calls:
             keys, values = self._gather(layer, call, query.dtype)
             # [heads, tokens, dim] -> [num_seqs, heads, new tokens each, dim]
             mine = query[0, :, call.begin : call.end]
@@ -106,7 +120,7 @@ class PagedContext:
             else:
                 result = _explicit_attention(queries, keys, values, call, scaling, softcap, s_aux)
             tokens = result.transpose(1, 2).flatten(0, 1)  # [tokens, heads, value_dim]
-            if len(self.calls) == 1:
+            if len(group.calls) == 1:
                 return tokens.unsqueeze(0)
             if output is None:
                 output = tokens.new_empty((1, query.shape[2], *tokens.shape[1:]))
@@ -125,7 +139,8 @@ class PagedContext:
 
 
 def _by_sequence(rows: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    return rows.view(call.num_seqs, -1, *rows.shape[1:])[:, : call.num_keys].transpose(1, 2)
+    by_sequence = rows.view(call.num_seqs, -1, *rows.shape[1:])
+    return by_sequence[:, call.num_unseen : call.num_unseen + call.num_keys].transpose(1, 2)
 
 
 def _explicit_attention(
@@ -159,7 +174,7 @@ def _explicit_attention(
     return (weights @ values.unsqueeze(2)).flatten(1, 2)
 
 
-def _dispatch(
+def dispatch(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -178,4 +193,4 @@ def _dispatch(
 
 
 # `transformers` keeps one registry of attention functions per process; ours has no state, so engines share it safely.
-AttentionInterface.register(ATTENTION_NAME, _dispatch)
+AttentionInterface.register(ATTENTION_NAME, dispatch)

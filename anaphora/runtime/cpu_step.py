@@ -134,7 +134,8 @@ class CpuStep:
             self._take_threads(torch.get_num_threads())
         num_tokens = hidden.shape[0]
         cache = context.cache
-        chunks = cut_into_chunks(context.calls, position_ids[0].numpy(), cache.block_size, CHUNK_TOKENS)
+        (group,) = context.groups
+        chunks = cut_into_chunks(group.calls, position_ids[0].numpy(), cache.block_size, CHUNK_TOKENS)
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
         addresses = np.array(
             [self._addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
@@ -153,7 +154,7 @@ class CpuStep:
         arguments: tuple[Any, ...] = (
             team.num_threads, addresses, np.array([*sizes, self._use_tiles], dtype=np.int64),
             self._eps[[*numbers, -1]],
-            np.float32(self._decoder.layers[0].scaling), cos, sin, context.slot_mapping.numpy(), chunks.items,
+            np.float32(self._decoder.layers[0].scaling), cos, sin, group.slot_mapping.numpy(), chunks.items,
             chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,
             keep.numpy(), np.array(final, dtype=np.int64), np.array(buffers, dtype=np.int64), self._own.ctypes.data,
             self._own_size, self._configuration.ctypes.data, self._wide, self._words, self._scores, self._partials.tops,

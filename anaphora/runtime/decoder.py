@@ -44,7 +44,6 @@ class DecoderLayer:
 
     attention: torch.nn.Module
     scaling: float
-    sliding_window: int | None
     input_norm: Norm
     query: Parameters
     key: Parameters
@@ -109,7 +108,6 @@ class Decoder:
             _rotate(key, rotations).transpose(0, 1).unsqueeze(0),
             value.transpose(0, 1).unsqueeze(0),
             scaling=layer.scaling,
-            sliding_window=layer.sliding_window,
         )
         hidden += project(attended.reshape(hidden.shape[0], -1), layer.output)
         normed = normalise(hidden, layer.mlp_norm)
@@ -183,7 +181,6 @@ def _layer(layer: torch.nn.Module, head_dim: int) -> DecoderLayer:
     return DecoderLayer(
         attention=attention,
         scaling=scaling,
-        sliding_window=getattr(attention, "sliding_window", None),
         input_norm=_norm(part.input_layernorm),
         query=_linear(attention.q_proj),
         key=_linear(attention.k_proj),

@@ -16,12 +16,16 @@ from anaphora.core.ids import RequestId
 from anaphora.core.plan import Admission, Embedding, SampledToken, ScheduledRequest, StepPlan, StepResult
 from anaphora.pooling_params import PoolingParams
 from anaphora.runtime.admitted_request import AdmittedRequest
-from anaphora.runtime.architecture import check_agreement, check_context, inspect_model
+from anaphora.runtime.agreement import check_agreement
+from anaphora.runtime.architecture import ModelLayout, check_context
 from anaphora.runtime.attention import PagedContext
+from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.fast_forward import make_forward
 from anaphora.runtime.grammar import GrammarError, GrammarFactory
-from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
-from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.inputs import StepInputs, build_inputs
+from anaphora.runtime.kv_cache import KVCache, bytes_per_token
+from anaphora.runtime.lora.adapter import Adapter
+from anaphora.runtime.lora.context import adapter_context
 from anaphora.runtime.pooling import check_dimensions, trained_dimensions
 from anaphora.runtime.sampler import SamplingRow, report, sample
 
@@ -32,7 +36,9 @@ SCORED_ROWS = 256
 class TorchExecutor:
     """Computes plans with a loaded `transformers` causal LM; implements `anaphora.engine.protocols.Executor`.
 
+    layout: what `inspect_model` says of the module.
     num_blocks: usable blocks and the null block. max_num_seqs: most requests admitted at once.
+    max_table_len: most tokens of one request, for the size of the block tables; None takes the layout's max_model_len.
     dtype: of the pool. device: of the module and the pool.
     fast_forward: run decoders of a known structure without the library's layers; the results are the same.
     grammars: for structured output; None has none.
@@ -44,11 +50,12 @@ class TorchExecutor:
     def __init__(
         self,
         module: PreTrainedModel,
+        layout: ModelLayout,
         *,
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
-        max_model_len: int,
+        max_table_len: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
         fast_forward: bool = True,
@@ -56,24 +63,44 @@ class TorchExecutor:
     ) -> None:
         device = torch.device(device)
         module.train(False)
-        self._layout = inspect_model(module)
-        check_context(module, self._layout, max_model_len)
-        check_agreement(module, self._layout)
-        self.vocab_size = self._layout.vocab_size
-        self.cache = KVCache(
-            self._layout.shapes, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        check_context(module, layout.max_model_len)
+        check_agreement(module, layout)
+        self._layout = layout
+        self.device = device
+        self.vocab_size = layout.vocab_size
+        self.cache = KVCache(layout.places, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self._tables = BlockTables(
+            len(layout.cache.groups), max_num_seqs, max_table_len or layout.max_model_len, block_size, device
         )
-        self._tables = BlockTables(max_num_seqs, max_model_len, block_size, device)
         self._forward = make_forward(module, self._layout, fast=fast_forward)
         self._grammars = grammars
         self._hidden_size: int | None = getattr(module.config.get_text_config(), "hidden_size", None)
         self._trained_dimensions = trained_dimensions(module.config)
         self._requests: dict[RequestId, AdmittedRequest] = {}
+        self._adapters: dict[str, Adapter] = {}  # by digest
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """From now on plans may name it by its digest."""
+        self._adapters[adapter.digest] = adapter
+
+    def remove_adapter(self, digest: str) -> None:
+        """No later plan admits a request with it. Those that were admitted keep it."""
+        del self._adapters[digest]
+
+    @property
+    def num_groups(self) -> int:
+        """Attention groups, each with a block table of its own."""
+        return len(self._layout.cache.groups)
 
     @property
     def kv_cache_bytes(self) -> int:
         """Memory of the pool, the null block among it."""
         return self.cache.num_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> tuple[int, ...]:
+        """What one token takes in each group."""
+        return bytes_per_token(self.cache.layers, self.cache.dtype)
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget requests, as a plan may ask for."""
@@ -96,10 +123,11 @@ class TorchExecutor:
         rows = [state.row for state in states]
         self._tables.append([(row, request.new_block_ids) for row, request in zip(rows, plan.scheduled, strict=True)])
         begin = time.perf_counter()
-        inputs = build_inputs(plan.scheduled, rows, self._tables, self._layout.dtype)
+        inputs = build_inputs(plan.scheduled, rows, self._tables, self._layout.cache.groups, self._layout.dtype)
         try:
-            context = PagedContext(self.cache, self._layout.layers, inputs.slot_mapping, inputs.calls)
-            logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context)
+            context = PagedContext(self.cache, self._layout.layers, inputs.groups)
+            adapters = adapter_context([state.adapter for state in states], inputs)
+            logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context, adapters)
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
             failed = self._find_failed(plan.scheduled, inputs, logits, hidden)
             scores = self._score(plan.scheduled, states, inputs, hidden, failed)
@@ -108,11 +136,10 @@ class TorchExecutor:
             sampled, unsampled = self._sample(plan.scheduled, states, inputs, logits, failed)
             done = time.perf_counter()
         except BaseException:
-            self.cache.wipe(inputs.slot_mapping)
+            self._wipe(inputs, 0, inputs.input_ids.shape[1])
             raise
         for i in failed:
-            first, last = inputs.spans[i]
-            self.cache.wipe(inputs.slot_mapping[first:last])
+            self._wipe(inputs, *inputs.spans[i])
         return StepResult(
             sampled=sampled,
             failed={plan.scheduled[i].request_id: reason for i, reason in failed.items()},
@@ -125,8 +152,15 @@ class TorchExecutor:
 
     def _admit(self, admission: Admission) -> None:
         state = AdmittedRequest(admission, self.vocab_size, self._tables.ids.device, self._grammars)
+        if admission.adapter is not None:
+            state.adapter = self._adapters[admission.adapter]  # its own until it ends, whatever is loaded meanwhile
         state.row = self._tables.take_row()  # last: a request that cannot be made takes none
         self._requests[admission.request_id] = state
+
+    def _wipe(self, inputs: StepInputs, begin: int, end: int) -> None:
+        """Zero what the packed tokens [begin, end) wrote, in every group."""
+        for group in inputs.groups:
+            self.cache.wipe(group.slot_mapping[begin:end])
 
     def _find_failed(
         self,

@@ -15,14 +15,16 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from anaphora.core.ids import BlockId, RequestId, TokenId
-from anaphora.core.plan import ScheduledRequest
+from anaphora.core.groups import FullAttention
+from anaphora.core.ids import TokenId
+from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
 from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project, recognise
 from anaphora.runtime.forward import PagedForward
-from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
+from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.lora.context import AdapterContext
 
 if TYPE_CHECKING:
     from anaphora.runtime.cpu_step import CpuStep
@@ -40,7 +42,12 @@ class Forward(Protocol):
     """One step of a causal LM over a packed batch: see PagedForward."""
 
     def __call__(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, context: AttentionContext
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: AttentionContext,
+        adapters: AdapterContext | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -64,10 +71,15 @@ class FastForward:
         self._children = [(part._modules, name, child) for part in modules for name, child in part._modules.items()]
 
     def __call__(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, context: AttentionContext
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: AttentionContext,
+        adapters: AdapterContext | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._is_changed():
-            return self._library(input_ids, position_ids, keep, context)
+        if adapters is not None or self._is_changed():
+            return self._library(input_ids, position_ids, keep, context, adapters)
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
         rotations = decoder.rotations(hidden, position_ids)
@@ -114,12 +126,16 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
     """Raises NotRecognisedError, or ImportError where Numba is absent."""
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
+    if layout.cache.groups != (FullAttention(),):
+        raise NotRecognisedError("the kernels read every earlier token, and it has layers that do not")
+    shapes = {place.shape for place in layout.places}
+    if len(shapes) != 1:
+        raise NotRecognisedError("its layers have keys and values of different shapes")
     try:
         from anaphora.runtime.cpu_step import CpuStep
     except ImportError as error:
         raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
-    (shape,) = set(layout.shapes)
-    kernels = CpuStep(decoder, module.config.get_text_config().num_attention_heads, shape.num_kv_heads)
+    kernels = CpuStep(decoder, module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads)
     _check(module, layout, decoder, kernels)
     return kernels
 
@@ -131,25 +147,23 @@ def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kerne
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
     used. Each part is given what the module's own part got.
     """
-    block_size, lengths = 4, (23, 18)
+    lengths = (23, 18)
     generator = torch.Generator().manual_seed(1)
     first, second = (
         [TokenId(token) for token in torch.randint(layout.vocab_size, (n,), generator=generator).tolist()]
         for n in lengths
     )
-    tables = BlockTables(2, 24, block_size, module.device)
-    blocks = [BlockId(1 + block) for block in torch.randperm(12, generator=generator).tolist()]
-    tables.append([(0, blocks[:6]), (1, blocks[6:])])
+    tables, num_blocks = probe_tables(layout, max(lengths), module.device)
     own, ours = (
-        KVCache(layout.shapes, num_blocks=13, block_size=block_size, dtype=layout.dtype, device=module.device)
+        KVCache(layout.places, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=layout.dtype, device=module.device)
         for _ in range(2)
     )
     for scheduled, rows in (
-        ([_request(0, first[:11])], [0]),
-        ([_request(11, first[11:22]), _request(0, second[:17])], [0, 1]),
-        ([_request(22, first[22:]), _request(17, second[17:])], [0, 1]),  # few enough tokens for any kernel
+        ([probe_request(0, first[:11])], [0]),
+        ([probe_request(11, first[11:22]), probe_request(0, second[:17])], [0, 1]),
+        ([probe_request(22, first[22:]), probe_request(17, second[17:])], [0, 1]),  # few enough tokens for any kernel
     ):
-        inputs = build_inputs(scheduled, rows, tables, layout.dtype)
+        inputs = build_inputs(scheduled, rows, tables, layout.cache.groups, layout.dtype)
         _check_step(module, layout, decoder, kernels, inputs, own, ours)
 
 
@@ -163,7 +177,7 @@ def _check_step(
     ours: KVCache,
 ) -> None:
     keep = torch.arange(inputs.input_ids.shape[1], device=module.device)
-    context = PagedContext(own, layout.layers, inputs.slot_mapping, inputs.calls)
+    context = PagedContext(own, layout.layers, inputs.groups)
     states: list[torch.Tensor] = []
     with _recording(module, states):
         logits, final = PagedForward(module)(inputs.input_ids, inputs.position_ids, keep, context)
@@ -173,7 +187,7 @@ def _check_step(
         return  # broken by itself: nothing can be compared, and each of its requests fails
     _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
     rotations = decoder.rotations(states[0], inputs.position_ids)
-    context = PagedContext(ours, layout.layers, inputs.slot_mapping, inputs.calls)
+    context = PagedContext(ours, layout.layers, inputs.groups)
     use_kernels = kernels is not None and kernels.takes(len(keep), context)
     for number, layer in enumerate(decoder.layers):
         before, after = states[2 * number : 2 * number + 2]
@@ -218,7 +232,3 @@ def _recording(module: PreTrainedModel, states: list[torch.Tensor]) -> Iterator[
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _request(start: int, token_ids: list[TokenId]) -> ScheduledRequest:
-    return ScheduledRequest(RequestId("probe"), start, tuple(token_ids), (), sample=False)

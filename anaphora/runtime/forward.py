@@ -7,7 +7,7 @@ the module is as its owner left it, so that its own `generate` goes on working.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from anaphora.runtime.attention import ATTENTION_NAME, AttentionContext
+from anaphora.runtime.lora.context import AdapterContext
 
 
 class _Hidden(BaseModelOutput):
@@ -25,28 +26,67 @@ class _Hidden(BaseModelOutput):
         return None
 
 
-class PagedForward:
-    """Calls `module` with packed tokens [1, num_tokens] and explicit positions."""
+class ModuleLock:
+    """Held while a module is switched. A copy of the module, in memory or by way of a pickle, gets one of its own."""
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[ModuleLock], tuple[()]]:
+        return ModuleLock, ()
+
+
+def module_lock(module: PreTrainedModel) -> ModuleLock:
+    """Engines that share a module take turns: the switch is on the module, so its lock is, too."""
+    lock: ModuleLock = vars(module).setdefault("_anaphora_lock", ModuleLock())
+    return lock
+
+
+def _decoder_of(module: PreTrainedModel) -> torch.nn.Module:
+    """All of a causal LM but its head."""
+    model: Any = module
+    decoder: torch.nn.Module = model.get_decoder()
+    models = [child for child in module.children() if isinstance(child, PreTrainedModel)]
+    # Some classes give themselves, as their prefix is not that of their own decoder.
+    return models[0] if decoder is module and len(models) == 1 else decoder
+
+
+class PagedForward:
+    """Calls `module` with packed tokens [1, num_tokens] and explicit positions.
+
+    attention: the name under which the context's attention is registered.
+    """
+
+    def __init__(self, module: PreTrainedModel, attention: str = ATTENTION_NAME) -> None:
         model: Any = module  # the library's own annotations are partial
         self._module = model
-        self._decoder: torch.nn.Module = model.get_decoder()
+        self._attention = attention
+        self._decoder = _decoder_of(module)
         # Parents come before children, which matters when the settings are restored: setting one sets its sub-configs.
         configs: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
         self._configs = list({id(config): config for config in configs}.values())
         self._hidden: torch.Tensor | None = None
-        # Engines that share a module take turns: the switch is on the module, so its lock is, too.
-        self._lock: RLock = vars(module).setdefault("_anaphora_lock", RLock())
+        self._lock = module_lock(module)
 
     def __call__(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, context: AttentionContext
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: AttentionContext,
+        adapters: AdapterContext | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [len(keep), vocab] of the packed tokens `keep`, and the final hidden states [num_tokens, hidden].
 
         input_ids, position_ids: [1, num_tokens] int64. The hidden states are None if the class hides its decoder.
         """
-        with self._lock, self._switched():
+        with self._lock, self._switched(), nullcontext() if adapters is None else adapters.switched():
             try:
                 output = self._module(
                     input_ids=input_ids,
@@ -83,7 +123,7 @@ class PagedForward:
     def _switched(self) -> Iterator[None]:
         before = [(config, config._attn_implementation) for config in self._configs]
         for config in self._configs:
-            config._attn_implementation = ATTENTION_NAME
+            config._attn_implementation = self._attention
         hook = self._decoder.register_forward_hook(self._keep_hidden)
         try:
             yield

@@ -29,7 +29,8 @@ def warm_up(executor: TorchExecutor, *, max_num_tokens: int, max_num_seqs: int) 
     max_num_tokens: of one request, and of one step. max_num_seqs: at once. Where the pool is too small for all of it,
     some is left out. Leaves the executor as it was.
     """
-    block_size, num_blocks = executor.cache.block_size, executor.cache.num_blocks - 1
+    block_size, num_groups = executor.cache.block_size, executor.num_groups
+    num_blocks = (executor.cache.num_blocks - 1) // max(1, num_groups)  # each group has a share of its own
     per_short = cdiv(SHORT_PROMPT_TOKENS + 1, block_size)
     num_short = min(MAX_SHORT_REQUESTS, max_num_seqs - 1, (num_blocks - 1) // per_short)
     if max_num_tokens < SHORT_PROMPT_TOKENS * num_short:
@@ -40,9 +41,9 @@ def warm_up(executor: TorchExecutor, *, max_num_tokens: int, max_num_seqs: int) 
         return
     first_short = 1 + cdiv(num_long + 1, block_size)
     last = first_short + num_short * per_short
-    long = _Warm(executor, "warm-up", num_long, range(1, first_short), _LONG)
+    long = _Warm(executor, "warm-up", num_long, range(1, first_short), num_blocks, _LONG)
     short = [
-        _Warm(executor, f"warm-up-{i}", SHORT_PROMPT_TOKENS, range(begin, begin + per_short), _SHORT)
+        _Warm(executor, f"warm-up-{i}", SHORT_PROMPT_TOKENS, range(begin, begin + per_short), num_blocks, _SHORT)
         for i, begin in enumerate(range(first_short, last, per_short))
     ]
     try:
@@ -53,18 +54,30 @@ def warm_up(executor: TorchExecutor, *, max_num_tokens: int, max_num_seqs: int) 
             _run(executor, [], [one.next_token() for one in (long, *short)])
     finally:
         executor.release([one.request_id for one in (long, *short)])
-        executor.cache.wipe(torch.arange(block_size, last * block_size, device=executor.cache.keys[0].device))
+        for group in range(num_groups):
+            begin = group * num_blocks * block_size
+            executor.cache.wipe(torch.arange(begin + block_size, begin + last * block_size, device=executor.device))
 
 
 class _Warm:
-    """One made-up request. Its tokens are any, as is what comes out."""
+    """One made-up request. Its tokens are any, as is what comes out. blocks: of the first group; num_blocks: from one
+    group's to the next one's.
+    """
 
     def __init__(
-        self, executor: TorchExecutor, name: str, num_tokens: int, blocks: range, sampling: SamplingParams
+        self,
+        executor: TorchExecutor,
+        name: str,
+        num_tokens: int,
+        blocks: range,
+        num_blocks: int,
+        sampling: SamplingParams,
     ) -> None:
         self.request_id = RequestId(name)
         self._tokens = tuple(TokenId(token % executor.vocab_size) for token in range(num_tokens))
-        self._blocks = tuple(BlockId(block) for block in blocks)
+        groups = range(executor.num_groups)
+        self._blocks = tuple(tuple(BlockId(group * num_blocks + block) for block in blocks) for group in groups)
+        self._none: tuple[tuple[BlockId, ...], ...] = ((),) * len(groups)
         self.admission = Admission(self.request_id, self._tokens, num_tokens, sampling, 0)
 
     def prompt(self) -> ScheduledRequest:
@@ -72,7 +85,7 @@ class _Warm:
 
     def next_token(self) -> ScheduledRequest:
         """The same place each time: what is there already is written again."""
-        return ScheduledRequest(self.request_id, len(self._tokens), self._tokens[:1], (), sample=True)
+        return ScheduledRequest(self.request_id, len(self._tokens), self._tokens[:1], self._none, sample=True)
 
 
 def _run(executor: TorchExecutor, admitted: list[Admission], scheduled: list[ScheduledRequest]) -> None:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.engine import Engine
 from anaphora.errors import ConfigError
+from anaphora.server.adapters import load_adapter, unload_adapter
 from anaphora.server.admin import ResetFields, reset_prefix_cache
 from anaphora.server.arrival import Arrival
 from anaphora.server.chat import prepare_chat
@@ -29,8 +30,10 @@ from anaphora.server.fields import (
     CompletionFields,
     DetokenizeFields,
     EmbeddingFields,
+    LoadAdapterFields,
     ResponsesFields,
     TokenizeFields,
+    UnloadAdapterFields,
 )
 from anaphora.server.generation import GenerationEndpoint, Job, Places
 from anaphora.server.json_endpoint import Answer, JsonEndpoint
@@ -139,7 +142,17 @@ def _operations(service: Service, places: Places) -> list[Operation]:
             "POST", "/reset_prefix_cache", reset, "Forget everything cached.", access="admin",
             body=ResetFields, body_is_optional=True, statuses=(*REFUSES_BODIES, 409, 503, 504),
         ),
-        Operation("GET", "/v1/models", site.models, "The model."),
+        Operation(
+            "POST", "/v1/load_lora_adapter", JsonEndpoint(service, load_adapter, needs_admin=True),
+            "Let requests name a LoRA adapter.", access="admin", body=LoadAdapterFields,
+            statuses=(*REFUSES_BODIES, 503, 504),
+        ),
+        Operation(
+            "POST", "/v1/unload_lora_adapter", JsonEndpoint(service, unload_adapter, needs_admin=True),
+            "Forget the name of a LoRA adapter.", access="admin", body=UnloadAdapterFields,
+            statuses=(*REFUSES_BODIES, 404, 503, 504),
+        ),
+        Operation("GET", "/v1/models", site.models, "The model and its adapters."),
         Operation("GET", "/version", site.version, "The version, and the digest of what the model is."),
         Operation("GET", "/health", site.health, "Whether the engine takes requests.", access="open", statuses=(503,)),
         Operation("GET", "/ready", site.health, "The same.", access="open", statuses=(503,)),
@@ -169,14 +182,11 @@ class _Site:
 
     async def models(self, request: Request) -> Response:
         self._service.authenticate(request.scope)
-        model = {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "anaphora",
-            "max_model_len": self._service.engine.engine.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        engine, base = self._service.engine.engine, self._service.model_name
+        common = {"object": "model", "created": 0, "owned_by": "anaphora", "max_model_len": engine.max_model_len}
+        models = [{"id": base, **common}]
+        models += [{"id": adapter.name, **common, "parent": base} for adapter in engine.adapters]
+        return JSONResponse({"object": "list", "data": models})
 
     async def version(self, request: Request) -> Response:
         """root: the digest of what the model is; equal roots compute equal K/V."""

@@ -12,7 +12,7 @@ from anaphora.server.arrival import Arrival
 from anaphora.server.choices import ChoicesJob, check_choice_fields
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import ChatFields
-from anaphora.server.sampling import ENGINE_NAMES, check_n, sampling_params
+from anaphora.server.sampling import ENGINE_NAMES, check_n, parse_salt, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import chat_logprobs
 from anaphora.server.tool_calls import ToolCallReader
@@ -89,7 +89,7 @@ async def prepare_chat(service: Service, body: bytes, arrival: Arrival) -> ChatJ
 
     def work() -> list[int]:
         service.engine.engine.check_grammar(params)
-        domain = service.memo_domain(arrival.caller, fields.cache_salt)
+        domain = service.memo_domain(arrival.caller, parse_salt(fields.cache_salt))
         return service.text.prompt_ids(service.render(fields), add_special_tokens=False, memo_domain=domain)
 
     prompt = await service.on_worker("messages", arrival.tokenizing(work), _NAMES)

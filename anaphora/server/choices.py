@@ -16,7 +16,7 @@ from anaphora.server.connection import event
 from anaphora.server.errors import invalid
 from anaphora.server.fields import ChoiceFields
 from anaphora.server.generation import Job
-from anaphora.server.sampling import check_salt
+from anaphora.server.sampling import parse_salt
 from anaphora.server.service import Service
 from anaphora.server.shapes import prompt_logprobs, timings, usage_of
 
@@ -46,9 +46,16 @@ class ChoicesJob(Job):
         self.prompts = prompts
         self.n = n
         self.stream = bool(fields.stream)
-        salt = service.domains.salt(arrival.caller, fields.cache_salt)
+        salt = service.domains.salt(arrival.caller, parse_salt(fields.cache_salt))
         self.requests = [
-            NewRequest(prompt, choice, cache_salt=salt, priority=fields.priority or 0, tenant=arrival.caller.tenant)
+            NewRequest(
+                prompt,
+                choice,
+                cache_salt=salt,
+                priority=fields.priority or 0,
+                tenant=arrival.caller.tenant,
+                adapter=service.adapter_of(fields),
+            )
             for prompt in prompts
             for choice in params.choices()
         ]
@@ -57,7 +64,7 @@ class ChoicesJob(Job):
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.name_of(fields),
         }
         options = fields.stream_options
         self._include_usage = bool(options and options.include_usage)
@@ -172,7 +179,7 @@ def _likelihood(output: RequestOutput) -> float:
 
 def check_choice_fields(fields: ChoiceFields) -> None:
     """What both endpoints refuse. Raises ApiError."""
-    check_salt(fields.cache_salt)
+    parse_salt(fields.cache_salt)
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "stream_options needs stream: true")
     options = fields.stream_options

@@ -12,7 +12,7 @@ from anaphora.server.choices import ChoicesJob, check_choice_fields
 from anaphora.server.config import ServerConfig
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import CompletionFields
-from anaphora.server.sampling import ENGINE_NAMES, check_n, sampling_params
+from anaphora.server.sampling import ENGINE_NAMES, check_n, parse_salt, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import completion_logprobs
 
@@ -112,7 +112,7 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
     def work() -> tuple[list[list[int]], list[str], list[str]]:
         service.engine.engine.check_grammar(params)
         special = fields.add_special_tokens is not False
-        domain = service.memo_domain(arrival.caller, fields.cache_salt)
+        domain = service.memo_domain(arrival.caller, parse_salt(fields.cache_salt))
         ids = [service.text.prompt_ids(one, add_special_tokens=special, memo_domain=domain) for one in given]
         if not fields.echo:
             return ids, [""] * len(ids), []

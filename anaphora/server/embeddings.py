@@ -22,7 +22,7 @@ from anaphora.server.connection import Connection
 from anaphora.server.errors import invalid, unsupported
 from anaphora.server.fields import EmbeddingFields
 from anaphora.server.generation import Job
-from anaphora.server.sampling import ENGINE_NAMES, check_salt
+from anaphora.server.sampling import ENGINE_NAMES, parse_salt
 from anaphora.server.service import Service
 
 ENCODINGS = ("float", "base64")
@@ -43,10 +43,11 @@ class EmbeddingsJob(Job):
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
     ) -> None:
-        salt = service.domains.salt(arrival.caller, fields.cache_salt)
-        tenant = arrival.caller.tenant
+        salt = service.domains.salt(arrival.caller, parse_salt(fields.cache_salt))
+        tenant, adapter = arrival.caller.tenant, service.adapter_of(fields)
+        priority = fields.priority or 0
         self.requests = [
-            NewRequest(prompt, params, cache_salt=salt, priority=fields.priority or 0, tenant=tenant)
+            NewRequest(prompt, params, cache_salt=salt, priority=priority, tenant=tenant, adapter=adapter)
             for prompt in prompts
         ]
         self._engine = service.engine
@@ -99,7 +100,7 @@ def row_text(row: str | list[float]) -> str:
 async def prepare_embeddings(service: Service, body: bytes, arrival: Arrival) -> EmbeddingsJob:
     """Raises ApiError."""
     fields = await service.parse(EmbeddingFields, body, arrival)
-    check_salt(fields.cache_salt)
+    parse_salt(fields.cache_salt)
     if fields.encoding_format not in (None, *ENCODINGS):
         raise invalid("encoding_format", f"encoding_format must be one of {', '.join(ENCODINGS)}")
     params = _params(service, fields)
@@ -107,7 +108,7 @@ async def prepare_embeddings(service: Service, body: bytes, arrival: Arrival) ->
 
     def work() -> list[list[int]]:
         special = fields.add_special_tokens is not False
-        domain = service.memo_domain(arrival.caller, fields.cache_salt)
+        domain = service.memo_domain(arrival.caller, parse_salt(fields.cache_salt))
         return [service.text.prompt_ids(one, add_special_tokens=special, memo_domain=domain) for one in given]
 
     prompts = await service.on_worker("input", arrival.tokenizing(work))

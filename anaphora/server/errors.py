@@ -11,12 +11,15 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from anaphora.errors import (
+    AdapterChangedError,
+    AdapterLimitError,
     AnaphoraError,
     EmptyPromptError,
     EngineStoppedError,
     InvalidTokenError,
     PromptTooLongError,
     RequestError,
+    UnknownAdapterError,
 )
 from anaphora.sampling_params import SamplingParams
 
@@ -89,6 +92,12 @@ def as_api_error(error: AnaphoraError, *, prompt: str, names: Mapping[str, str] 
     message = str(error)
     if isinstance(error, EngineStoppedError):
         return ApiError(503, "the engine has stopped: nothing is served any more", code="engine_stopped")
+    if isinstance(error, UnknownAdapterError):
+        return ApiError(404, message, param="model", code="model_not_found")
+    if isinstance(error, AdapterLimitError):
+        return ApiError(429, message, param="model", code="adapters_in_use", headers={"retry-after": "1"})
+    if isinstance(error, AdapterChangedError):
+        return ApiError(503, message, param="model", code="adapter_changed")
     if isinstance(error, PromptTooLongError):
         return invalid(prompt, message, "context_length_exceeded")
     if isinstance(error, EmptyPromptError | InvalidTokenError):

@@ -46,7 +46,7 @@ class GenerationFields(RequestFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Any = None
     priority: int | None = None
     cache_priority: int | None = None
     pin_ttl_s: float | None = None
@@ -138,11 +138,26 @@ class DetokenizeFields(RequestFields):
     skip_special_tokens: bool | None = None
 
 
+class LoadAdapterFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    lora_name: str
+    lora_int_id: int | None = None  # without effect: adapters have no numbers here
+
+
 MAX_CONTAINERS = 200_000
 """Most opening brackets and braces in a body, those in strings among them. Python cannot do anything else while a body
 becomes objects: a second for a million of them. No prompt that fits has so many."""
 
-_Fields = TypeVar("_Fields", bound=RequestFields)
+_Fields = TypeVar("_Fields", bound=BaseModel)
 
 
 def parse_fields(kind: type[_Fields], body: bytes) -> _Fields:

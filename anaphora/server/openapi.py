@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-
-from anaphora.server.fields import RequestFields
 
 Access = Literal["open", "key", "admin"]
 
@@ -81,7 +80,7 @@ class Operation:
     endpoint: Any
     summary: str
     access: Access = "key"
-    body: type[RequestFields] | None = None
+    body: type[BaseModel] | None = None
     body_is_optional: bool = False
     statuses: Sequence[int] = ()
     media: Sequence[str] = ("application/json",)

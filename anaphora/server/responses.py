@@ -17,7 +17,7 @@ from anaphora.server.errors import ApiError, invalid, unsupported
 from anaphora.server.fields import ResponsesFields
 from anaphora.server.generation import Job
 from anaphora.server.messages import template_messages
-from anaphora.server.sampling import ENGINE_NAMES, check_salt, sampling_params
+from anaphora.server.sampling import ENGINE_NAMES, parse_salt, sampling_params
 from anaphora.server.service import Service
 from anaphora.server.shapes import timings
 
@@ -38,9 +38,17 @@ class ResponsesJob(Job):
         params: SamplingParams,
     ) -> None:
         self.stream = bool(fields.stream)
-        salt = service.domains.salt(arrival.caller, fields.cache_salt)
-        tenant = arrival.caller.tenant
-        self.requests = [NewRequest(prompt, params, cache_salt=salt, priority=fields.priority or 0, tenant=tenant)]
+        salt = service.domains.salt(arrival.caller, parse_salt(fields.cache_salt))
+        self.requests = [
+            NewRequest(
+                prompt,
+                params,
+                cache_salt=salt,
+                priority=fields.priority or 0,
+                tenant=arrival.caller.tenant,
+                adapter=service.adapter_of(fields),
+            )
+        ]
         self._fields = fields
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
@@ -48,7 +56,7 @@ class ResponsesJob(Job):
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": service.model_name,
+            "model": service.name_of(fields),
             "error": None,
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,
@@ -134,7 +142,7 @@ class ResponsesJob(Job):
 async def prepare_response(service: Service, body: bytes, arrival: Arrival) -> ResponsesJob:
     """Raises ApiError."""
     fields = await service.parse(ResponsesFields, body, arrival)
-    check_salt(fields.cache_salt)
+    parse_salt(fields.cache_salt)
     _check_unsupported(fields)
     _check_echoed(fields)
     items = _items(fields.input, service.config.max_messages)
@@ -153,7 +161,7 @@ async def prepare_response(service: Service, body: bytes, arrival: Arrival) -> R
         text = service.text.render(
             before + template_messages(items, "input"), tools=None, add_generation_prompt=True, template_options=None
         )
-        domain = service.memo_domain(arrival.caller, fields.cache_salt)
+        domain = service.memo_domain(arrival.caller, parse_salt(fields.cache_salt))
         return service.text.prompt_ids(text, add_special_tokens=False, memo_domain=domain)
 
     prompt = await service.on_worker("input", arrival.tokenizing(work), _NAMES)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from anaphora.errors import InvalidParameterError
+from anaphora.salt_regions import CacheSalt, SaltRegions
 from anaphora.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from anaphora.server.config import ServerConfig
 from anaphora.server.errors import as_api_error, invalid, unsupported
@@ -14,6 +15,8 @@ from anaphora.server.fields import GenerationFields
 
 ENGINE_NAMES: Mapping[str, str] = MappingProxyType({"json_schema": "response_format", "regex": "response_format"})
 """What requests call fields of SamplingParams, where it is not the same."""
+
+_MAX_REGIONS = 32  # fewer than SaltRegions may have: a tenant's domain may stand before them
 
 _SAME_NAME = (
     "temperature",
@@ -69,12 +72,42 @@ def check_n(n: int | None, config: ServerConfig) -> int:
     return n
 
 
-def check_salt(salt: str | None) -> None:
-    """Raises ApiError: an empty salt is more likely a mistake than a wish to share."""
-    if salt == "":
+def parse_salt(value: object) -> CacheSalt | None:
+    """`cache_salt` of a body: one salt, or a list of {"start": token, "salt": text}. Raises ApiError.
+
+    An empty salt is more likely a mistake than a wish to share.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _checked_salt(value)
+    if not isinstance(value, list):
+        message = 'cache_salt must be a string, or a list of {"start": token, "salt": string}'
+        raise invalid("cache_salt", message, "invalid_type")
+    if len(value) > _MAX_REGIONS:
+        raise invalid("cache_salt", f"cache_salt has {len(value)} regions, at most {_MAX_REGIONS} are allowed")
+    if not value:
+        raise invalid("cache_salt", "cache_salt has no regions: leave it out to share with requests without one")
+    regions = []
+    for region in value:
+        if not isinstance(region, dict) or region.keys() != {"start", "salt"}:
+            message = 'each region of cache_salt must be {"start": token, "salt": string}'
+            raise invalid("cache_salt", message, "invalid_type")
+        if not isinstance(region["salt"], str):
+            raise invalid("cache_salt", "the salt of a region of cache_salt must be a string", "invalid_type")
+        regions.append((region["start"], _checked_salt(region["salt"])))
+    try:
+        return SaltRegions(regions)
+    except InvalidParameterError as error:
+        raise invalid("cache_salt", str(error)) from None
+
+
+def _checked_salt(salt: str) -> str:
+    if not salt:
         raise invalid("cache_salt", "cache_salt must not be empty: leave it out to share with requests without one")
-    if salt is not None and len(salt) > 1024:
+    if len(salt) > 1024:
         raise invalid("cache_salt", f"cache_salt has {len(salt)} characters, at most 1024 are allowed")
+    return salt
 
 
 def _structure(response_format: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.errors import RequestError
+from anaphora.salt_regions import CacheSalt, SaltRegions
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.arrival import Arrival
 from anaphora.server.config import ServerConfig
@@ -56,9 +57,13 @@ class Service:
             raise ApiError(403, "this needs an admin key", code="admin_key_required")
         return caller
 
-    def memo_domain(self, caller: Caller, cache_salt: str | None) -> str:
-        """Who may learn what was tokenised before: those who share cached beginnings. No salt of a client is empty."""
-        return self.domains.salt(caller, cache_salt) or ""
+    def memo_domain(self, caller: Caller, cache_salt: CacheSalt | None) -> str | None:
+        """Who may learn what was tokenised before: those who share cached beginnings. No salt of a client is empty.
+
+        None, and nothing is remembered, where salts begin inside the prompt: its text is of several domains.
+        """
+        domain = self.domains.salt(caller, cache_salt)
+        return None if isinstance(domain, SaltRegions) else domain or ""
 
     async def parse(self, kind: type[_Fields], body: bytes, arrival: Arrival | None = None) -> _Fields:
         """A body as its model; a large one beside the event loop. arrival: what takes the time. Raises ApiError."""
@@ -67,10 +72,19 @@ class Service:
             parse = arrival.tokenizing(parse)
         small = len(body) <= _SMALL_BODY_BYTES
         fields = parse(kind, body) if small else await self.engine.in_worker(parse, kind, body)
-        if fields.model is not None and fields.model != self.model_name:
-            message = f"this server has no model {fields.model!r}, it serves {self.model_name!r}"
+        adapter = self.adapter_of(fields)
+        if adapter is not None and adapter not in {info.name for info in self.engine.engine.adapters}:
+            message = f"this server has no model {adapter!r}, it serves {self.model_name!r}; see GET /v1/models"
             raise ApiError(404, message, param="model", code="model_not_found")
         return fields
+
+    def adapter_of(self, fields: RequestFields) -> str | None:
+        """The adapter that `model` names; None for the model itself."""
+        return None if fields.model in (None, self.model_name) else fields.model
+
+    def name_of(self, fields: RequestFields) -> str:
+        """What the reply calls the model."""
+        return self.adapter_of(fields) or self.model_name
 
     async def on_worker(self, prompt_field: str, work: Callable[[], _T], names: Mapping[str, str] | None = None) -> _T:
         """Tokenise or render on a worker thread. Raises ApiError; see errors.as_api_error for the names."""
@@ -82,7 +96,7 @@ class Service:
     def with_room(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """The same with max_tokens as large as the context limit, or without one the pool, leaves room for."""
         engine = self.engine.engine
-        limit = engine.max_model_len or engine.num_blocks * engine.block_size + 1
+        limit = engine.max_model_len or engine.capacity_tokens + 1
         return replace(params, max_tokens=max(1, params.min_tokens, limit - num_prompt_tokens))
 
     def render(self, fields: ConversationFields, *, default_generation_prompt: bool = True) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anaphora.errors import ConfigError
+from anaphora.salt_regions import CacheSalt, SaltRegions
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +118,23 @@ class CacheDomains:
         self._secret = secret
         self._shared: Mapping[str, frozenset[str]] = {tenant: group for group in shared for tenant in group}
 
-    def salt(self, caller: Caller, client_salt: str | None) -> str | None:
-        """What the engine is told. Without tenants that is the client's own salt."""
+    def salt(self, caller: Caller, client_salt: CacheSalt | None) -> CacheSalt | None:
+        """What the engine is told. Without tenants that is the client's own salt.
+
+        A tenant's regions stand inside its domain: what is before the first one is shared within the domain alone.
+        """
         if caller.tenant is None:
             return client_salt
-        group = self._shared.get(caller.tenant)
-        domain = ["tenant", caller.tenant] if group is None else ["shared", *sorted(group)]
+        if not isinstance(client_salt, SaltRegions):
+            return self._domain_salt(caller.tenant, client_salt)
+        regions = [(start, self._domain_salt(caller.tenant, salt)) for start, salt in client_salt.regions]
+        if regions[0][0] > 0:
+            regions.insert(0, (0, self._domain_salt(caller.tenant, None)))
+        return SaltRegions(regions)
+
+    def _domain_salt(self, tenant: str, client_salt: str | None) -> str:
+        group = self._shared.get(tenant)
+        domain = ["tenant", tenant] if group is None else ["shared", *sorted(group)]
         message = _packed(domain) + _packed([] if client_salt is None else [client_salt])
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 

@@ -48,10 +48,10 @@ def test_a_hit_is_whole_blocks_and_never_the_last_token(num_tokens: int, blocks:
 def test_a_block_that_is_not_full_is_never_staged() -> None:
     cache = make_cache(8)
     request = admitted(cache, "a", range(11))
-    assert cache.stage(request, 3) == []
-    assert cache.stage(request, 4) == [1]
-    assert cache.stage(request, 7) == []
-    assert cache.stage(request, 11) == [2]
+    assert cache.stage(request, 3).blocks == []
+    assert cache.stage(request, 4).blocks == [1]
+    assert cache.stage(request, 7).blocks == []
+    assert cache.stage(request, 11).blocks == [2]
     assert cache.table("a") == [1, 2, 3]
     assert look_up(cache, range(13)) == ([1, 2], 0, 8)  # pending
 
@@ -150,7 +150,7 @@ def test_without_prefix_caching_nothing_is_hashed_found_or_kept() -> None:
     cache = make_cache(4, enable_prefix_caching=False)
     request = admitted(cache, "a", range(13))
     assert request.chain is None
-    assert cache.stage(request, 13) == []
+    assert cache.stage(request, 13).blocks == []
     cache.free(request)
     assert look_up(cache, range(13)) == ([], 0, 0)
     assert cache.pool.free_queue.num_blank == 4

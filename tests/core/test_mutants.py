@@ -80,8 +80,8 @@ MUTANTS = [
         (
             (
                 "block_pool.py",
-                "        self.index.remove_all(blocks)\n        self.num_evicted",
-                "        self.num_evicted",
+                "        if self._on_lost is None:\n            self.index.remove_all(blocks)\n",
+                "        if self._on_lost is None:\n            pass\n",
             ),
         ),
     ),
@@ -91,8 +91,8 @@ MUTANTS = [
         (
             (
                 "block_pool.py",
-                "        self.index.remove_all(blocks)\n        self.num_evicted",
-                "        self.num_evicted",
+                "        if self._on_lost is None:\n            self.index.remove_all(blocks)\n",
+                "        if self._on_lost is None:\n            pass\n",
             ),
         ),
     ),
@@ -205,9 +205,9 @@ MUTANTS = [
         "test_sharing_within_a_step::test_a_failed_writer_takes_its_readers_along_and_nobody_else",
         (
             (
-                "scheduler.py",
-                "            writers = {step.pending_writer[block] for block in hit.blocks[hit.num_committed :]}\n",
-                "            writers = set()\n",
+                "step.py",
+                "        writers = {self.pending_writer[block] for block in hit.blocks[hit.num_committed :]}\n",
+                "        writers = set()\n",
             ),
         ),
     ),
@@ -239,6 +239,144 @@ MUTANTS = [
                 "block_pool.py",
                 "                elif copies and hashes[block] in copies:\n",
                 "                elif False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a window is never given back",
+        "test_side_groups::test_a_window_that_is_no_multiple_of_the_block_is_given_back_block_by_block",
+        (("side_group.py", "        if first > table.first:\n", "        if False:\n"),),
+    ),
+    Mutant(
+        "a block is given back that the next token still sees",
+        "test_side_groups::test_a_window_that_is_no_multiple_of_the_block_is_given_back_block_by_block",
+        (
+            (
+                "side_group.py",
+                "        first = self.first_block(num_computed_tokens)\n",
+                "        first = self.first_block(num_computed_tokens) + 1\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a side group has no say in a hit",
+        "test_hit_lengths::test_the_hit_is_the_longest_that_every_group_accepts_whatever_they_hold",
+        (("hit.py", "            count = group.longest(lineages, count)\n", "            pass\n"),),
+    ),
+    Mutant(
+        "a group is asked once, whatever the others take away",
+        "test_hit_lengths::test_the_hit_is_the_longest_that_every_group_accepts_whatever_they_hold",
+        (("hit.py", "    while count != before:\n", "    for _ in range(1):\n"),),
+    ),
+    Mutant(
+        "pending side blocks outlive a failed step",
+        "test_side_groups::test_a_failed_step_leaves_nothing_of_any_group",
+        (
+            (
+                "cache_manager.py",
+                "            self.sides.withdraw(self._lineages_of(staged.blocks), staged.sides)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "side blocks outlive the beginning in the spine",
+        "test_side_groups::test_when_the_spine_forgets_a_beginning_the_side_blocks_of_it_are_blank",
+        (("cache_manager.py", "            self.pool.forget_sides(lineage)\n", "            pass\n"),),
+    ),
+    Mutant(
+        "a checkpoint outlives the beginning in the spine",
+        "test_checkpoints::test_the_state_goes_with_the_beginning_that_the_spine_forgets",
+        (("cache_manager.py", "                self.checkpoints.drop(lineage)\n", "                pass\n"),),
+    ),
+    Mutant(
+        "a writer's failure is not carried to who reads its side blocks only",
+        "test_side_groups::test_a_reader_of_a_pending_side_block_fails_with_its_writer_though_the_spine_is_committed",
+        (
+            (
+                "step.py",
+                "        return writers.union(self.pending_side_writer[block] for block in hit.pending_sides)\n",
+                "        return writers\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "two blocks of one side group and beginning are both findable",
+        "test_side_groups::test_a_block_that_was_computed_again_replaces_the_one_before",
+        (("block_pool.py", "            self._forget_side(group, lineage)\n", "            pass\n"),),
+    ),
+    Mutant(
+        "an admission counts on blocks that a running request was promised",
+        "test_side_groups::test_an_admission_counts_on_what_running_requests_were_promised",
+        (
+            (
+                "cache_manager.py",
+                "return self.pool.num_free - self.sides.num_owed",
+                "return self.pool.num_free",
+            ),
+        ),
+    ),
+    Mutant(
+        "a step may compute more than its side groups can hold",
+        "test_side_groups::test_a_step_computes_no_more_than_the_side_groups_can_hold",
+        (("capacity.py", "        if self._fits(num_tokens, wanted):\n", "        if True:\n"),),
+    ),
+    Mutant(
+        "a state is found within the step that saves it",
+        "test_checkpoints::test_a_state_that_rolls_for_one_stays_when_another_has_a_reason_to_keep_it",
+        (("checkpoints.py", "or (with_pending and lineage in self._pending)", "or lineage in self._pending"),),
+    ),
+    Mutant(
+        "a step runs past where a state is to be saved",
+        "test_checkpoints::test_the_interval_is_rounded_up_to_whole_blocks",
+        (("checkpoints.py", "if start < boundary < stop), default=stop", "if False), default=stop"),),
+    ),
+    Mutant(
+        "every state that is saved while decoding stays",
+        "test_checkpoints::test_while_decoding_only_the_latest_state_of_a_request_stays",
+        (
+            (
+                "checkpoints.py",
+                "            if before is not None:\n                self.drop(before)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a state rolls on although somebody used it",
+        "test_checkpoints::test_a_rolling_state_that_somebody_used_stays",
+        (("checkpoints.py", "        checkpoint.rolling_for = None\n", "        pass\n"),),
+    ),
+    Mutant(
+        "no state is saved where prompts were seen to part",
+        "test_checkpoints::test_a_shared_beginning_loses_less_than_an_interval_once_and_nothing_from_then_on",
+        (
+            (
+                "cache_manager.py",
+                "            self.checkpoints.part(request, hit.num_matched * self.block_size)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a leader does not stop where its follower parts from it",
+        "test_checkpoints::test_whoever_shares_with_a_running_request_waits_for_a_state_exactly_where_they_part",
+        (
+            (
+                "cache_manager.py",
+                "            self.checkpoints.part(leader, num_blocks * self.block_size)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a failed step's state is kept",
+        "test_checkpoints::test_a_failed_step_saves_nothing_and_returns_the_slot",
+        (
+            (
+                "cache_manager.py",
+                "            self.checkpoints.withdraw(staged.state_of)\n",
+                "            self.checkpoints.commit(staged.state_of)\n",
             ),
         ),
     ),

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from anaphora.core import CacheLayout, ChunkedAttention, FullAttention, SlidingWindow
 from anaphora.core.eviction import POLICIES
 from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.hashing import HashFunction
@@ -44,8 +45,18 @@ seeds = st.integers(0, 3)
 salts = st.sampled_from([None, None, None, "a", "b"])
 
 
+@st.composite
+def any_layout(draw: st.DrawFn) -> CacheLayout:
+    """Up to three side groups, with or without full attention and a recurrent state."""
+    side = st.builds(SlidingWindow, st.integers(1, 20)) | st.builds(ChunkedAttention, st.integers(1, 20))
+    sides, has_state = draw(st.lists(side, max_size=3)), draw(st.booleans())
+    has_full = draw(st.booleans()) or not (sides or has_state)
+    return CacheLayout((*([FullAttention()] if has_full else []), *sides), has_state)
+
+
 class ControlPlane(RuleBasedStateMachine):
     hash_function: HashFunction = hashlib.sha256
+    layouts: st.SearchStrategy[CacheLayout] = st.just(CacheLayout())
 
     @initialize(
         num_blocks=st.one_of(st.integers(3, 12), st.integers(3, 40)),
@@ -60,6 +71,9 @@ class ControlPlane(RuleBasedStateMachine):
         alphabet=st.integers(2, 4),
         pinned_share=st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.0]),
         tenant_share=st.sampled_from([0.1, 0.5, 1.0]),
+        data=st.data(),
+        num_state_slots=st.integers(0, 6),
+        interval=st.integers(1, 24),
     )
     def build(
         self,
@@ -75,12 +89,16 @@ class ControlPlane(RuleBasedStateMachine):
         alphabet: int,
         pinned_share: float,
         tenant_share: float,
+        data: st.DataObject,
+        num_state_slots: int,
+        interval: int,
     ) -> None:
+        layout = data.draw(type(self).layouts)
+        num_blocks = max(num_blocks, len(layout.groups))
         self.alphabet = alphabet
         self.max_model_len = max_model_len
         self.caching = caching
-        self.exact = type(self).hash_function is hashlib.sha256
-        self.capacity = num_blocks * block_size
+        self.exact = type(self).hash_function is hashlib.sha256 and layout == CacheLayout()
         self.num_added = 0
         self.ended_from_outside: set[str] = set()
         self.clean = True  # nobody was ended from outside or failed
@@ -97,7 +115,13 @@ class ControlPlane(RuleBasedStateMachine):
             threshold=threshold,
             choose=self.choose,
             pin_limits=PinLimits(pinned_share, tenant_share),
+            layout=layout,
+            num_state_slots=num_state_slots,
+            state_checkpoint_interval=interval,
         )
+        self.capacity = self.world.cache.capacity_tokens
+        if layout == CacheLayout():
+            assert self.capacity == num_blocks * block_size
 
     def choose(self, tokens: Sequence[int]) -> int:
         """Depends on the exact beginning only. Outputs use the prompts' letters, so that they collide with prompts."""
@@ -255,7 +279,7 @@ class ControlPlane(RuleBasedStateMachine):
     def reset(self, preempt: bool) -> None:
         stats = self.world.scheduler.stats()
         done = self.world.reset(preempt)
-        assert done == (self.world.in_flight is None and (preempt or stats.gauges.num_live_blocks == 0))
+        assert done == (self.world.in_flight is None and (preempt or stats.gauges.num_running == 0))
         if done:
             gauges = self.world.scheduler.stats().gauges
             assert gauges.num_blank_blocks == gauges.num_total_blocks
@@ -327,9 +351,21 @@ class ConstantHash(ControlPlane):
     hash_function = constant
 
 
+class AnyLayout(ControlPlane):
+    layouts = any_layout()
+
+
+class AnyLayoutAndConstantHash(AnyLayout):
+    hash_function = constant
+
+
 TestControlPlane = ControlPlane.TestCase
 TestControlPlane.settings = SETTINGS
 TestOneByteHash = OneByteHash.TestCase
 TestOneByteHash.settings = SETTINGS
 TestConstantHash = ConstantHash.TestCase
 TestConstantHash.settings = SETTINGS
+TestAnyLayout = AnyLayout.TestCase
+TestAnyLayout.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 4)
+TestAnyLayoutAndConstantHash = AnyLayoutAndConstantHash.TestCase
+TestAnyLayoutAndConstantHash.settings = settings(SETTINGS, max_examples=SETTINGS.max_examples // 4)

@@ -57,7 +57,7 @@ class FakeExecutor:
             if admission.sampling.prompt_logprobs is not None:
                 self._scored_prompts[admission.request_id] = admission.token_ids[: admission.num_prompt_tokens]
         for request in plan.scheduled:
-            self._tables[request.request_id] += request.new_block_ids
+            self._tables[request.request_id] += request.new_block_ids[0]
             for position, token_id in enumerate(request.token_ids, start=request.start):
                 self._slots[self._slot(request.request_id, position)] = token_id
         self.before(plan)

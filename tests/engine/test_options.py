@@ -40,17 +40,6 @@ def test_the_context_limit_is_the_models_unless_lowered():
         context_limit(101, 100, "m")
 
 
-def test_a_sliding_window_is_the_limit_unless_one_is_given(caplog):
-    assert context_limit(None, 100, "m", window=40) == 40
-    assert [record.getMessage() for record in caplog.records] == [
-        "m has a sliding window: max_model_len is 40 tokens, not the model's 100, until windows are served"
-    ]
-    caplog.clear()
-    assert context_limit(None, 100, "m", window=100) == 100
-    assert context_limit(60, 100, "m", window=40) == 60  # refused later, where layers are known
-    assert caplog.records == []
-
-
 def test_an_unknown_option_is_refused_with_a_likely_name():
     with pytest.raises(ConfigError, match=r"^unknown option 'blok_size': did you mean block_size\?$"):
         LLM("smollm2-135m", blok_size=3)

@@ -128,8 +128,41 @@ def test_the_catalogue_knows_who_has_a_chat_template(model: builtin.BuiltinModel
     assert bool(tokenizer.chat_template) == model.has_chat_template
 
 
-def test_gemma3_runs_by_name_within_its_window() -> None:
-    llm = LLM("gemma3-270m", num_blocks=32)
-    assert llm.engine.max_model_len == 512
+@pytest.fixture(scope="module")
+def gemma3_text() -> tuple[LoadedModel, list[int], list[int]]:
+    """The model in float32, 1,250 tokens of English, and the 6 that it goes on with by itself."""
+    loaded = load_model("gemma3-270m", dtype="float32")
+    assert loaded.tokenizer is not None
+    letters = [
+        f"On day {day}, the keeper of the lighthouse wrote {day * 7 % 31} lines in the log." for day in range(70)
+    ]
+    prompt = loaded.tokenizer.encode(" ".join(letters))[:1250]
+    return loaded, prompt, greedy(loaded.module, prompt, 6)
+
+
+def test_gemma3_sees_beyond_its_window_as_transformers_does(
+    gemma3_text: tuple[LoadedModel, list[int], list[int]],
+) -> None:
+    """Cold in chunks of 301 tokens, then found again; every window of 512 tokens has been passed."""
+    loaded, prompt, expected = gemma3_text
+    assert len(prompt) == 1250
+    llm = LLM(loaded.module, num_blocks=700, max_num_batched_tokens=301, max_model_len=2048)
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
+    with torch.inference_mode():
+        logits = loaded.module(input_ids=torch.tensor([prompt + expected]), use_cache=False).logits[0, 1249:-1]
+    right = logits.log_softmax(dim=-1).amax(dim=-1).tolist()
+    for num_cached in (0, 1248):
+        (output,) = llm.generate([prompt], params)
+        (sequence,) = output.outputs
+        assert (output.num_cached_tokens, sequence.token_ids) == (num_cached, expected)
+        got = [entry[token].logprob for token, entry in zip(sequence.token_ids, sequence.logprobs, strict=True)]
+        assert got == pytest.approx(right, abs=1e-3)
+    assert [group.num_live_blocks for group in llm.stats().groups] == [0] * 6
+
+
+def test_gemma3_runs_by_name() -> None:
+    llm = LLM("gemma3-270m", num_blocks=64)
+    assert llm.engine.max_model_len == 32768
+    assert llm.engine.kv_bytes_per_token == (3 * 2 * 256 * 2,) * 6
     (output,) = llm.generate("The capital of France is", SamplingParams(max_tokens=2, temperature=0.0))
     assert output.outputs[0].text == " the capital"

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from anaphora.core.ids import BlockId, RequestId, TokenId
 from anaphora.core.plan import Admission, ScheduledRequest, StepPlan, StepResult
+from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.executor import TorchExecutor
 from anaphora.sampling_params import SamplingParams
 
@@ -20,10 +21,10 @@ def make_executor(
 ) -> TorchExecutor:
     return TorchExecutor(
         module,
+        inspect_model(module, max_len),
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        max_model_len=max_len,
         dtype=module.dtype,
         device="cpu",
     )
@@ -39,8 +40,17 @@ def admit(
 def part(
     name: str, start: int, tokens: Sequence[int], blocks: Sequence[int] = (), sample: bool = True
 ) -> ScheduledRequest:
+    """blocks: new ones of the only group."""
+    return grouped_part(name, start, tokens, [blocks], sample)
+
+
+def grouped_part(
+    name: str, start: int, tokens: Sequence[int], blocks: Sequence[Sequence[int]], sample: bool = True
+) -> ScheduledRequest:
+    """blocks: new ones of each group."""
     ids = tuple(TokenId(token) for token in tokens)
-    return ScheduledRequest(RequestId(name), start, ids, tuple(BlockId(block) for block in blocks), sample)
+    new_block_ids = tuple(tuple(BlockId(block) for block in group) for group in blocks)
+    return ScheduledRequest(RequestId(name), start, ids, new_block_ids, sample)
 
 
 def step(

@@ -11,9 +11,10 @@ from hand_plans import admit, assert_sampled, make_executor, part, step
 from tiny_llama import ids
 from transformers import PreTrainedModel
 
+from anaphora.core.groups import CacheLayout, FullAttention
 from anaphora.errors import UnsupportedModelError
 from anaphora.runtime.architecture import inspect_model
-from anaphora.runtime.kv_cache import KVShape
+from anaphora.runtime.kv_cache import KVShape, LayerPlace
 
 SIZES: dict[str, Any] = {
     "vocab_size": 384,
@@ -85,8 +86,9 @@ def test_these_classes_give_their_own_results(
     config_name: str, class_name: str, settings: dict[str, Any], shape: KVShape
 ) -> None:
     module = make(config_name, class_name, **settings)
-    layout = inspect_model(module)
-    assert layout.shapes == (shape, shape)
+    layout = inspect_model(module, 128)
+    assert layout.places == (LayerPlace(0, 0, shape), LayerPlace(0, 1, shape))
+    assert layout.cache == CacheLayout((FullAttention(),))
     assert layout.vocab_size == 384
     executor = make_executor(module, max_len=128)
     a, b = ids(1, 60), ids(2, 20)
@@ -103,28 +105,16 @@ def test_these_classes_give_their_own_results(
     ("config_name", "class_name", "settings", "reason"),
     [
         (
-            "MistralConfig",
-            "MistralForCausalLM",
-            {"sliding_window": 64},
-            r"sliding_attention with a window of 64 tokens; .* set max_model_len to 64 or less \(it is 128\)",
-        ),
-        (
-            "Gemma2Config",
-            "Gemma2ForCausalLM",
-            {"head_dim": 32, "sliding_window": 127},
-            r"sliding_attention with a window of 127 tokens",
-        ),
-        (
             "Lfm2Config",
             "Lfm2ForCausalLM",
             {"layer_types": ["conv", "full_attention"]},
-            r"layers of type conv; only full_attention is supported",
+            r"layers of type conv; supported are full_attention, sliding_attention, chunked_attention",
         ),
         ("MambaConfig", "MambaForCausalLM", {}, "layers of type linear_attention"),
         ("BloomConfig", "BloomForCausalLM", {}, "does not use the attention interface"),
-        ("FalconConfig", "FalconForCausalLM", {}, "without an attention mask"),
+        ("FalconConfig", "FalconForCausalLM", {}, "does not use the attention interface"),
         ("StableLmConfig", "StableLmForCausalLM", {}, "does not get the keyword arguments"),
-        ("BertConfig", "BertLMHeadModel", {}, "other results through the paged attention"),
+        ("BertConfig", "BertLMHeadModel", {}, "sees later tokens, as an encoder does"),
         ("LlamaConfig", "LlamaModel", {}, "is not a causal LM"),
         ("LlamaConfig", "LlamaForSequenceClassification", {}, "is not a causal LM"),
         ("T5Config", "T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "num_layers": 1}, "encoder-decoder"),
@@ -146,7 +136,7 @@ def test_these_are_refused(config_name: str, class_name: str, settings: dict[str
 
 def test_bfloat16_models_pass_the_comparison_with_themselves() -> None:
     module = make("LlamaConfig", "LlamaForCausalLM").to(torch.bfloat16)
-    assert inspect_model(module).dtype == torch.bfloat16
+    assert inspect_model(module, 128).dtype == torch.bfloat16
     executor = make_executor(module, max_len=128)
     assert executor.cache.keys[0].dtype == torch.bfloat16
     result = step(executor, part("a", 0, ids(1, 20), [1, 2]), admitted=[admit("a", ids(1, 20))])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tiny_llama import MAX_POSITIONS, ids, make_tiny_llama
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from windowed_models import gpt_oss
 
 from anaphora import LLM, EngineConfig, SamplingParams
 from anaphora.api.build import build_engine
-from anaphora.errors import ConfigError, InvalidParameterError, InvalidTokenError, UnsupportedModelError
+from anaphora.errors import ConfigError, InvalidParameterError, InvalidTokenError
 
 MODEL = make_tiny_llama()
 STEM = ids(1, 40)
@@ -49,6 +49,8 @@ def test_kv_cache_bytes_size_the_pool():
 
 def test_the_default_pool_holds_no_more_than_its_requests_could_use():
     assert llm(num_blocks=None, max_num_seqs=3).stats().gauges.num_total_blocks == 3 * 16
+    engine = LLM(gpt_oss(24), max_num_seqs=3, max_model_len=256)
+    assert engine.stats().gauges.num_total_blocks == 2 * 3 * 16  # two groups
 
 
 @pytest.mark.parametrize(
@@ -63,23 +65,15 @@ def test_the_context_limit_is_the_models():
     assert build_engine(EngineConfig(model=MODEL, num_blocks=4)).max_model_len == MAX_POSITIONS
 
 
-def test_a_sliding_window_is_the_context_limit_unless_more_is_asked_for():
-    config = Gemma2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        sliding_window=48,
-    )
-    model = Gemma2ForCausalLM(config)
-    assert LLM(model, num_blocks=4).engine.max_model_len == 48
-    assert LLM(model, num_blocks=4, max_model_len=40).engine.max_model_len == 40
-    with pytest.raises(UnsupportedModelError, match="window of 48 tokens"):
-        LLM(model, num_blocks=4, max_model_len=49)
+def test_a_sliding_window_limits_no_context():
+    engine = LLM(gpt_oss(24), num_blocks=60, block_size=4)
+    assert engine.engine.max_model_len == 512
+    (output,) = engine.generate(ids(1, 100), GREEDY)
+    assert len(output.outputs[0].token_ids) == 6
+    assert [group.num_cached_blocks for group in engine.stats().groups] == [26, 26]
+    assert engine.engine.kv_bytes_per_token == (512, 512)
+    (again,) = engine.generate(ids(1, 100), GREEDY)
+    assert (again.num_cached_tokens, again.outputs[0].token_ids) == (96, output.outputs[0].token_ids)
 
 
 def test_a_fast_hash_finds_the_same():

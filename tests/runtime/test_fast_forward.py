@@ -35,7 +35,7 @@ def test_the_structure_is_recognised_whatever_its_class(
     module = make(config_name, class_name, **settings)
     module.apply(lambda part: part.bias.data.normal_() if getattr(part, "bias", None) is not None else None)
     module = module.to(dtype)
-    assert isinstance(make_forward(module, inspect_model(module), fast=True), FastForward)
+    assert isinstance(make_forward(module, inspect_model(module, 256), fast=True), FastForward)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_what_computes_otherwise_runs_through_the_library_and_the_log_says_why(
 ) -> None:
     module = make(config_name, class_name, **settings)
     with caplog.at_level(logging.INFO, "anaphora.runtime"):
-        assert isinstance(make_forward(module, inspect_model(module), fast=True), PagedForward)
+        assert isinstance(make_forward(module, inspect_model(module, 256), fast=True), PagedForward)
     (record,) = [record for record in caplog.records if record.name == "anaphora.runtime.fast_forward"]
     assert reason in record.getMessage()
 
 
 def test_it_can_be_switched_off(tiny_llama: LlamaForCausalLM) -> None:
-    assert isinstance(make_forward(tiny_llama, inspect_model(tiny_llama), fast=False), PagedForward)
+    assert isinstance(make_forward(tiny_llama, inspect_model(tiny_llama, 256), fast=False), PagedForward)
 
 
 def double_in_place(module: LlamaForCausalLM) -> None:

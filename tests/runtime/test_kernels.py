@@ -16,22 +16,26 @@ from tiny_llama import ids, make_tiny_llama
 
 pytest.importorskip("numba")
 
+from anaphora.core.groups import FullAttention
 from anaphora.core.ids import RequestId, TokenId
 from anaphora.core.plan import ScheduledRequest
 from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.attention import PagedContext
+from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.chunks import cut_into_chunks
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
 from anaphora.runtime.decoder import NotRecognisedError, recognise
 from anaphora.runtime.fast_forward import FastForward, make_forward
 from anaphora.runtime.forward import PagedForward
-from anaphora.runtime.inputs import BlockTables, StepInputs, build_inputs
+from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kernels import attention, step, tiles
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.linear import linear, prepare
 from anaphora.runtime.kernels.products import spread
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.threads import ThreadTeam
+
+FULL = [FullAttention()]
 
 CPU = torch.device("cpu")
 HAS_TILES = bool(step.has_tile_unit()) and tiles_allowed()
@@ -82,13 +86,13 @@ def request(start: int, n: int) -> ScheduledRequest:
 def sequences(generator: torch.Generator, shapes: list[tuple[int, int]], block_size: int) -> StepInputs:
     """Block tables in random order, the first two sequences sharing what full blocks they can."""
     width = max(-(-(start + n) // block_size) for start, n in shapes)
-    tables = BlockTables(len(shapes), width * block_size, block_size, CPU)
+    tables = BlockTables(1, len(shapes), width * block_size, block_size, CPU)
     free = (1 + torch.randperm(len(shapes) * width, generator=generator)).tolist()
     for row, (start, n) in enumerate(shapes):
-        shared = tables.ids[0, : min(shapes[0][0], start) // block_size].tolist() if row == 1 else []
+        shared = tables.ids[0, 0, : min(shapes[0][0], start) // block_size].tolist() if row == 1 else []
         need = -(-(start + n) // block_size) - len(shared)
-        tables.append([(row, [*shared, *[free.pop() for _ in range(need)]])])
-    return build_inputs([request(*shape) for shape in shapes], list(range(len(shapes))), tables, torch.float32)
+        tables.append([(row, [[*shared, *[free.pop() for _ in range(need)]]])])
+    return build_inputs([request(*shape) for shape in shapes], list(range(len(shapes))), tables, FULL, torch.float32)
 
 
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
@@ -120,11 +124,11 @@ def test_attention(
     generator = torch.Generator().manual_seed(head_dim + group)
     inputs = sequences(generator, shapes, block_size)
     positions = inputs.position_ids[0].numpy()
-    chunks = cut_into_chunks(inputs.calls, positions, block_size, attention.CHUNK_TOKENS)
-    num_slots = int(max(int(call.block_ids.max()) for call in inputs.calls) + 1) * block_size
+    chunks = cut_into_chunks(inputs.groups[0].calls, positions, block_size, attention.CHUNK_TOKENS)
+    num_slots = int(max(int(call.block_ids.max()) for call in inputs.groups[0].calls) + 1) * block_size
     keys = torch.full((num_slots, kv_heads, head_dim), torch.nan, dtype=dtype)
     values = keys.clone()
-    for call in inputs.calls:
+    for call in inputs.groups[0].calls:
         length = (call.end - call.begin) // call.num_seqs
         for number, blocks in enumerate(call.block_ids.view(call.num_seqs, -1).tolist()):
             last = int(positions[call.begin + (number + 1) * length - 1])
@@ -160,7 +164,7 @@ def test_attention(
             place = out[t, head].data_ptr()
             attention.merge(begin, end, head, np.float32(scale), tops, sums, partials, place, head_dim, element)
 
-    for call in inputs.calls:
+    for call in inputs.groups[0].calls:
         length = (call.end - call.begin) // call.num_seqs
         for number, blocks in enumerate(call.block_ids.view(call.num_seqs, -1).tolist()):
             for t in range(call.begin + number * length, call.begin + (number + 1) * length):
@@ -184,10 +188,10 @@ def bfloat16_llama():  # type: ignore[no-untyped-def]
 
 def run_steps(module, forward, plans: list[list[tuple[int, list[int]]]]):  # type: ignore[no-untyped-def]
     """Logits of every token of every step, of two sequences."""
-    layout = inspect_model(module)
-    tables = BlockTables(2, 512, 16, CPU)
-    tables.append([(0, list(range(1, 33))), (1, list(range(33, 65)))])
-    cache = KVCache(layout.shapes, num_blocks=65, block_size=16, dtype=layout.dtype, device=CPU)
+    layout = inspect_model(module, 512)
+    tables = BlockTables(1, 2, 512, 16, CPU)
+    tables.append([(0, [list(range(1, 33))]), (1, [list(range(33, 65))])])
+    cache = KVCache(layout.places, num_blocks=65, block_size=16, dtype=layout.dtype, device=CPU)
     results = []
     with torch.inference_mode():
         for plan in plans:
@@ -195,8 +199,8 @@ def run_steps(module, forward, plans: list[list[tuple[int, list[int]]]]):  # typ
                 ScheduledRequest(RequestId(str(row)), start, tuple(TokenId(t) for t in tokens), (), True)
                 for row, (start, tokens) in enumerate(plan)
             ]
-            inputs = build_inputs(scheduled, list(range(len(plan))), tables, layout.dtype)
-            context = PagedContext(cache, layout.layers, inputs.slot_mapping, inputs.calls)
+            inputs = build_inputs(scheduled, list(range(len(plan))), tables, layout.cache.groups, layout.dtype)
+            context = PagedContext(cache, layout.layers, inputs.groups)
             keep = torch.arange(inputs.input_ids.shape[1])
             logits, hidden = forward(inputs.input_ids, inputs.position_ids, keep, context)
             results.append((logits.float(), hidden.float()))
@@ -218,7 +222,7 @@ def test_bfloat16_steps_are_as_near_to_float32_as_the_librarys() -> None:
     module = bfloat16_llama()
     truth = run_steps(module, PagedForward(module), plans())
     module = module.to(torch.bfloat16)
-    forward = make_forward(module, inspect_model(module), fast=True)
+    forward = make_forward(module, inspect_model(module, 512), fast=True)
     assert isinstance(forward, FastForward)
     assert forward._kernels is not None
     fast, library = run_steps(module, forward, plans()), run_steps(module, PagedForward(module), plans())
@@ -234,7 +238,7 @@ def test_the_same_bits_at_every_run_whatever_the_number_of_threads(dtype: torch.
     for num_threads in (1, 2, 3, 2):
         torch.set_num_threads(num_threads)
         # one forward for all steps, and torch's own products (which may use the tile unit as well) in between
-        results.append(run_steps(module, make_forward(module, inspect_model(module), fast=True), plans()[1:]))
+        results.append(run_steps(module, make_forward(module, inspect_model(module, 512), fast=True), plans()[1:]))
     torch.set_num_threads(1)
     for result in results[1:]:
         for (logits, hidden), (first_logits, first_hidden) in zip(result, results[0], strict=True):
@@ -246,17 +250,17 @@ def test_torchs_own_tiles_are_left_as_they_were() -> None:
     x, w = torch.randn(64, 256).bfloat16(), torch.randn(96, 256).bfloat16()
     expected = torch.nn.functional.linear(x, w)
     module = bfloat16_llama().to(torch.bfloat16)
-    forward = make_forward(module, inspect_model(module), fast=True)
+    forward = make_forward(module, inspect_model(module, 512), fast=True)
     for _ in range(3):
         run_steps(module, forward, plans()[1:3])
         assert torch.equal(torch.nn.functional.linear(x, w), expected)
 
 
 def test_chunks_that_hold_the_same_blocks_are_read_once() -> None:
-    tables = BlockTables(2, 1024, 16, CPU)
-    tables.append([(0, list(range(1, 41))), (1, [*range(1, 33), *range(50, 58)])])
-    inputs = build_inputs([request(600, 1), request(620, 1)], [0, 1], tables, torch.float32)
-    chunks = cut_into_chunks(inputs.calls, inputs.position_ids[0].numpy(), 16, 256)
+    tables = BlockTables(1, 2, 1024, 16, CPU)
+    tables.append([(0, [list(range(1, 41))]), (1, [[*range(1, 33), *range(50, 58)]])])
+    inputs = build_inputs([request(600, 1), request(620, 1)], [0, 1], tables, FULL, torch.float32)
+    chunks = cut_into_chunks(inputs.groups[0].calls, inputs.position_ids[0].numpy(), 16, 256)
     # Longest first: token 0 is the second request. Two shared chunks of 256, then one of each.
     assert [(chunks.tokens[a:b].tolist(), chunks.visible[a:b].tolist()) for a, b in chunks.items] == [
         ([0, 1], [256, 256]),
@@ -285,7 +289,7 @@ def test_without_numba_torch_decodes_and_the_log_says_so(
     monkeypatch.setitem(sys.modules, "numba", None)
     module = make_tiny_llama()
     with caplog.at_level(logging.INFO, "anaphora.runtime"):
-        forward = make_forward(module, inspect_model(module), fast=True)
+        forward = make_forward(module, inspect_model(module, 512), fast=True)
     assert isinstance(forward, FastForward)
     assert forward._kernels is None
     assert "pip install 'anaphora[cpu]'" in caplog.text

@@ -19,8 +19,10 @@ from anaphora.server.fields import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,
+    LoadAdapterFields,
     ResponsesFields,
     TokenizeFields,
+    UnloadAdapterFields,
 )
 
 SCALARS = st.one_of(
@@ -45,6 +47,8 @@ ENDPOINTS: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/responses": (ResponsesFields, {"input": "hi", "max_output_tokens": 2}),
     "/tokenize": (TokenizeFields, {"prompt": "hi"}),
     "/detokenize": (DetokenizeFields, {"tokens": [8]}),
+    "/v1/load_lora_adapter": (LoadAdapterFields, {"lora_name": "a", "lora_path": "a"}),
+    "/v1/unload_lora_adapter": (UnloadAdapterFields, {"lora_name": "a"}),
     "/reset_prefix_cache": (ResetFields, {}),
 }
 

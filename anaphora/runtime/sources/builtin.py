@@ -85,10 +85,7 @@ SMOLLM2_135M = BuiltinModel(
 
 GEMMA3_270M = BuiltinModel(
     name="gemma3-270m",
-    description=(
-        "Gemma 3 270M base (4-bit weights); sliding-window and full attention, 512 tokens until sliding windows are "
-        "served, no chat template"
-    ),
+    description="Gemma 3 270M base (4-bit weights); sliding-window and full attention, 32,768 tokens, no chat template",
     licence="Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
     parts=(
         _gemma_part(1, 56_634_990),
