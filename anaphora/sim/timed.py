@@ -15,11 +15,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from anaphora.core.cache_manager import CacheManager, Staged
+from anaphora.core.cache_manager import CacheManager
 from anaphora.core.eviction import PolicyFactory
 from anaphora.core.plan import StepPlan
 from anaphora.core.request import Request
 from anaphora.core.scheduler import RequestUpdate, Scheduler
+from anaphora.core.staged import Staged
 from anaphora.core.stats import Counters
 from anaphora.errors import ConfigError, PromptTooLongError
 from anaphora.sampling_params import SamplingParams
