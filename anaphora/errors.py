@@ -17,7 +17,8 @@ AnaphoraError
 │   ├── ChecksumError            a fetched file is not the one expected
 │   ├── FetchError               the registry or hub cannot be reached or refuses
 │   ├── DiskSpaceError           not enough room to fetch or convert
-│   └── UnsupportedModelError    the architecture needs something that this engine lacks
+│   ├── UnsupportedModelError    the architecture needs something that this engine lacks
+│   └── WeightsError             new weights do not fit the model, or may not come now
 ├── AdapterError                 a LoRA adapter cannot be used
 │   ├── AdapterFileError         its files are missing, broken or made for another model
 │   ├── UnsupportedAdapterError  it needs something that this engine lacks
@@ -104,6 +105,10 @@ class DiskSpaceError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The architecture needs something that this engine lacks."""
+
+
+class WeightsError(ModelError):
+    """New weights do not fit the model, or may not come while requests run. The old ones stay as they are."""
 
 
 class AdapterError(AnaphoraError):

@@ -86,11 +86,12 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
     grammars = None
     if loaded.tokenizer is not None:
         grammars = LLGuidanceGrammars(loaded.tokenizer, layout.vocab_size, end_token_ids)
+    identity = model_identity(config, loaded)
     cache = CacheManager(
         num_blocks,
         config.block_size,
         layout=layout.cache,
-        root=root_digest(model_identity(config, loaded)),
+        root=root_digest(identity),
         hash_function=find_hash_function(config.hash_algorithm),
         enable_prefix_caching=config.enable_prefix_caching,
         eviction_policy=config.eviction_policy,
@@ -141,6 +142,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         grammars=grammars,
         adapters=adapters,
         recorder=_recorder(config, cache.root),
+        identity=identity,
     )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -187,6 +187,16 @@ class LLM:
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Forget a name; streams that run with it go on. Raises UnknownAdapterError."""
         return self.engine.unload_adapter(name)
+
+    def update_weights(
+        self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, abort_running: bool = False
+    ) -> bytes:
+        """Replace weights of the live model, all or nothing; returns the new root. Nothing cached before is hit after.
+
+        tensors: a state dict or any part of it. abort_running: end open streams with an error; else they are in the
+        way. Raises WeightsError.
+        """
+        return self.engine.update_weights(tensors, abort_running=abort_running)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget everything cached. False, and no effect, while requests hold blocks, unless preempted first."""

@@ -98,6 +98,13 @@ class CacheManager:
         """Digest of what the model is: the parent of every first block."""
         return self._root
 
+    def replace_root(self, root: bytes) -> None:
+        """The model is another one from now on. O(1): later requests hang from this root and find nothing of before.
+
+        The blocks of the old root stay where they are until they are evicted; requests registered before keep it.
+        """
+        self._root = root
+
     @property
     def capacity_tokens(self) -> int:
         """Most tokens whose K/V the pool can hold for one request."""

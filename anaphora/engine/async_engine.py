@@ -19,10 +19,10 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from anaphora.core.busy_prefixes import BusyPrefix
 from anaphora.engine.adapters import AdapterInfo
@@ -208,6 +208,17 @@ class AsyncEngine:
         done: asyncio.Future[list[BusyPrefix]] = self._loop.create_future()
         self._call(lambda: self.engine.busiest_prefixes(count), done)
         return await done
+
+    async def update_weights(
+        self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, abort_running: bool = False
+    ) -> bytes:
+        """As Engine.update_weights; requests that it ends are received with an error. Raises EngineStoppedError too.
+
+        Copying is done on the step thread: nothing runs meanwhile.
+        """
+        root: asyncio.Future[bytes] = self._loop.create_future()
+        self._call(lambda: self.engine.update_weights(tensors, abort_running=abort_running), root)
+        return await root
 
     async def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> AdapterInfo:
         """As Engine.load_adapter; the files are read beside the steps. Raises AdapterError, EngineStoppedError too."""

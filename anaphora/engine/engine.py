@@ -14,9 +14,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from hashlib import sha256
+from types import MappingProxyType
+from typing import Any
 
 from anaphora.core.busy_prefixes import BusyPrefix
-from anaphora.core.hashing import lora_key, pack_tokens, salt_keys
+from anaphora.core.hashing import lora_key, pack_tokens, root_digest, salt_keys
 from anaphora.core.ids import RequestId
 from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
@@ -27,11 +30,11 @@ from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.one_at_a_time import OneAtATime, exclusive
 from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
 from anaphora.engine.prompt_check import check_priority, check_sampling, check_token_ids
-from anaphora.engine.protocols import Clock, Executor, GrammarChecker, Tokenizer
+from anaphora.engine.protocols import Clock, Executor, GrammarChecker, HoldsWeights, Tokenizer
 from anaphora.engine.recorder import TraceRecorder
 from anaphora.engine.seeds import DrawnSeeds
 from anaphora.engine.ttft import NOTHING_BEFORE, TtftClock, TtftParts
-from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError
+from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError, WeightsError
 from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams
 
@@ -44,7 +47,7 @@ class Engine(Capabilities):
     tokenizer: None takes and gives token ids only. eos_token_ids: the model's end tokens. seed: requests without a seed
     draw theirs from it, by a counter, so the same calls give the same outputs. clock: seconds; see RequestMetrics.
     grammars: None refuses structured output. recorder: is told of every request that ends. adapters: None refuses LoRA
-    adapters.
+    adapters. identity: the fields of which the cache's root is the digest.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Engine(Capabilities):
         grammars: GrammarChecker | None = None,
         recorder: TraceRecorder | None = None,
         adapters: AdapterRegistry | None = None,
+        identity: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(scheduler, executor, tokenizer, grammars)
         self.clock = clock
@@ -66,10 +70,17 @@ class Engine(Capabilities):
         self._seeds = DrawnSeeds(seed)
         self.recorder = recorder
         self._adapters = adapters
+        self._identity = {"root": scheduler.cache.root.hex()} if identity is None else dict(identity)
+        self._first_weights = self._identity.get("weights", "")
         self.calls = OneAtATime()
         self._live: dict[str, LiveRequest] = {}
         self._undelivered: dict[str, StepOutput] = {}  # ended in a step that an interrupt cut short
         self._times = EngineTimes()
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What the model is, in the fields of which the root is the digest; docs/hash-format.md."""
+        return MappingProxyType(self._identity)
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -328,6 +339,39 @@ class Engine(Capabilities):
     def busiest_prefixes(self, count: int) -> list[BusyPrefix]:
         """The cached beginnings that saved the most tokens since the engine began, most first."""
         return self._scheduler.cache.busy_prefixes.busiest(count)
+
+    @exclusive
+    def update_weights(
+        self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, abort_running: bool = False
+    ) -> bytes:
+        """Replace weights of the live model; returns the new root. Nothing cached before can be hit after.
+
+        tensors: a state dict or any part of it, as (name, tensor); all of them are checked before one is changed, and
+        are held in memory until then. What counts is their content: the cost is in proportion to what is given. The
+        cache's side is O(1): its old blocks are not touched, are never found again, and are reused first, as they
+        are the longest unused.
+
+        abort_running: end the requests that are alive with the finish reason `error`; the next `step` delivers them.
+        Else they are in the way: no output is ever of two models. Raises WeightsError; then nothing has changed.
+        """
+        if not isinstance(self._executor, HoldsWeights):
+            raise WeightsError("this engine's executor holds no weights that could be changed: build it over a model")
+        if self._live and not abort_running:
+            raise WeightsError(
+                f"{len(self._live)} requests are alive: wait until they have finished, or end them (abort_running=True)"
+            )
+        update = self._executor.prepare_weights(tensors)
+        now_s = self.clock()
+        for request_id in list(self._live):
+            self._scheduler.finish(request_id, "error")
+            reason = "the model's weights were changed before the request had finished: send it again"
+            self._undelivered[request_id] = self._forget(request_id).finish(None, "error", reason, now_s)
+        with self.calls.bookkeeping():  # weights that are half old and half new are not to be served
+            update.apply()
+            weights = sha256(f"{self._first_weights}\n{update.history}".encode()).hexdigest()
+            self._identity = self._identity | {"weights": weights}
+            self._scheduler.cache.replace_root(root_digest(self._identity))
+        return self.root
 
     def stats(self) -> EngineStats:
         """A snapshot; plain data."""

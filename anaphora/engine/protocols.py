@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from anaphora.core.plan import StepPlan, StepResult
 from anaphora.sampling_params import SamplingParams
@@ -21,6 +21,24 @@ class Executor(Protocol):
     vocab_size: int
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class WeightUpdate(Protocol):
+    """New weights that fit. history: a digest of every update of the model up to and with this one."""
+
+    @property
+    def history(self) -> str: ...
+
+    def apply(self) -> None: ...
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """An executor whose model's weights can be changed between steps."""
+
+    def prepare_weights(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> WeightUpdate:
+        """Check that all of them fit; changes nothing. Raises WeightsError."""
+        ...
 
 
 class GrammarChecker(Protocol):

@@ -7,7 +7,8 @@ not grow with a request's history, attention excepted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ from anaphora.runtime.lora.adapter import Adapter
 from anaphora.runtime.lora.context import adapter_context
 from anaphora.runtime.pooling import check_dimensions, trained_dimensions
 from anaphora.runtime.sampler import SamplingRow, report, sample
+from anaphora.runtime.weights import LiveWeights, WeightUpdate
 
 # Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.
 SCORED_ROWS = 256
@@ -78,6 +80,11 @@ class TorchExecutor:
         self._trained_dimensions = trained_dimensions(module.config)
         self._requests: dict[RequestId, AdmittedRequest] = {}
         self._adapters: dict[str, Adapter] = {}  # by digest
+        self._weights = LiveWeights(module)
+
+    def prepare_weights(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> WeightUpdate:
+        """Check tensors that are to replace the model's own; see runtime.weights. Raises WeightsError."""
+        return self._weights.prepare(tensors)
 
     def add_adapter(self, adapter: Adapter) -> None:
         """From now on plans may name it by its digest."""
@@ -116,6 +123,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. On any exception the slots that it may have written are zero and the exception goes on."""
+        self._weights.check_current()
         self.release(plan.released)
         for admission in plan.admitted:
             self._admit(admission)

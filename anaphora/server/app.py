@@ -189,9 +189,11 @@ class _Site:
         return JSONResponse({"object": "list", "data": models})
 
     async def version(self, request: Request) -> Response:
-        """root: the digest of what the model is; equal roots compute equal K/V."""
+        """root: the digest of what the model is, as `identity` says it; equal roots compute equal K/V."""
         self._service.authenticate(request.scope)
-        return JSONResponse({"version": version("anaphora"), "root": self._service.engine.engine.root.hex()})
+        engine = self._service.engine.engine
+        identity = dict(engine.identity)
+        return JSONResponse({"version": version("anaphora"), "root": engine.root.hex(), "identity": identity})
 
     async def metrics(self, request: Request) -> Response:
         if not self._service.config.open_metrics:

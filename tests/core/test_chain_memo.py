@@ -99,6 +99,18 @@ def test_another_salt_copies_nothing() -> None:
     assert hash_function.num_calls == 10
 
 
+def test_other_images_later_on_copy_what_is_before_them() -> None:
+    hash_function = CountingHash()
+    memo = ChainMemo(10_000)
+    tokens = array("I", range(200))
+    memo.fill(new_chain(hash_function, "a", image_at=60), tokens)
+    assert hash_function.num_calls == 100
+    memo.fill(new_chain(hash_function, "a", image_at=70), tokens)
+    assert hash_function.num_calls == 100 + 1 + 40
+    memo.fill(new_chain(hash_function, "a", image_at=70), tokens)
+    assert hash_function.num_calls == 141 + 2
+
+
 def test_a_collision_with_a_shorter_chain_copies_nothing() -> None:
     memo = ChainMemo(100)
     memo.fill(new_chain(parent_blind), array("I", [1, 7]))

@@ -20,11 +20,14 @@ from anaphora.core.hashing import (
     block_header,
     encode_extra_keys,
     encode_tokens,
+    lora_key,
     pack_tokens,
     root_digest,
     salt_key,
+    salt_keys,
 )
 from anaphora.errors import InvalidParameterError
+from anaphora.salt_regions import SaltRegions
 
 SPEC = Path(__file__).parents[2] / "docs" / "hash-format.md"
 IDENTITY = {"architecture": "LlamaForCausalLM", "weights": "sha256:00"}
@@ -68,6 +71,9 @@ def hashes_of(root: bytes, block_size: int, tokens: list[int], keys: dict[int, K
 
 EXTREMES = [0, 2**32 - 1, 256, 65536] * 2
 ONE_TO_NINE = list(range(1, 10))
+ADAPTER = "8c8aabe3cc6cda4debdc5e6a1a7fe8ffd932e901997702dc343c640644a00174"
+IMAGE = bytes(range(32)) + struct.pack("<iI", -2, 4)
+ROWS = b"\x05" + bytes(range(32))
 
 
 def chain_of(tokens: list[int], *keys: ExtraKey, root: bytes | None = None, block_size: int = 4) -> BlockChain:
@@ -80,6 +86,9 @@ def vectors_of_the_code() -> dict[str, str]:
     plain = chain_of(ONE_TO_NINE)
     salted = chain_of(ONE_TO_NINE, salt_key("tenant-ä"))
     extremes = chain_of(EXTREMES, salt_key("x"), ExtraKey(ExtraKeyKind.LORA, b"x", block_index=1))
+    regions = chain_of(ONE_TO_NINE, *salt_keys(SaltRegions([(0, "a"), (2, "b"), (5, "c")]), 4))
+    image = chain_of(ONE_TO_NINE, ExtraKey(ExtraKeyKind.MULTIMODAL, IMAGE, 1))
+    rows = chain_of(ONE_TO_NINE, ExtraKey(ExtraKeyKind.PROMPT_EMBEDDING, ROWS, 1))
     root = root_digest(IDENTITY)
     vectors = {
         "root_empty": root_digest({}),
@@ -91,6 +100,11 @@ def vectors_of_the_code() -> dict[str, str]:
         "block1_salt": salted.hashes[1],
         "block0_extremes": extremes.hashes[0],
         "block1_lora": extremes.hashes[1],
+        "block0_regions": regions.hashes[0],
+        "block1_regions": regions.hashes[1],
+        "block0_adapter": chain_of(ONE_TO_NINE, lora_key(ADAPTER)).hashes[0],
+        "block1_image": image.hashes[1],
+        "block1_rows": rows.hashes[1],
     }
     return {name: data.hex() for name, data in vectors.items()}
 
@@ -110,6 +124,11 @@ def vectors_of_this_test() -> dict[str, str]:
         "block1_salt": salted[1],
         "block0_extremes": extremes[0],
         "block1_lora": extremes[1],
+        "block0_regions": hashes_of(root, 4, ONE_TO_NINE, {0: [(1, b"a"), (1, b"b")]})[0],
+        "block1_regions": hashes_of(root, 4, ONE_TO_NINE, {0: [(1, b"a"), (1, b"b")], 1: [(1, b"c")]})[1],
+        "block0_adapter": hashes_of(root, 4, ONE_TO_NINE, {0: [(2, bytes.fromhex(ADAPTER))]})[0],
+        "block1_image": hashes_of(root, 4, ONE_TO_NINE, {1: [(3, IMAGE)]})[1],
+        "block1_rows": hashes_of(root, 4, ONE_TO_NINE, {1: [(4, ROWS)]})[1],
     }
     return {name: data.hex() for name, data in vectors.items()}
 
@@ -132,6 +151,11 @@ GOLDEN = {
     "block1_salt": "721e0b66dffb645e6affcba67d2d00ec5c1e8d55f09aa8fbbfb2362f47a5258d",
     "block0_extremes": "46ff1e5a08132aafb9c231c735d6113afca6f3c070057e953c6fc3ed60a6ae1f",
     "block1_lora": "b44fe0ae0587655678cd13e501d29baf341788a61bdfe0fdf3e5a38fa957fbae",
+    "block0_regions": "313c86a4690afebb12c3a8c8293a6237271852b57a1d23e791a616c2d5dc6a11",
+    "block1_regions": "65987563f607d657a707164e5895bb8a7df8b2caf3a9141ef1cfe2ab66f7c891",
+    "block0_adapter": "8f5c28de3e6d8f940d95a54ba54b86b5ce2d9f611d03c634e19d8a93c9497dfe",
+    "block1_image": "6112a751893a4b66bb95543a879216990d74cc878c07339360dfd003013ce54a",
+    "block1_rows": "2b5e12e83a88cbda725da9dd2e2530da6e6257ffc8fd5024adc8ea74c712ba8c",
 }
 """These change only with the format's version: whatever was stored or shared under the old ones is then lost."""
 
@@ -199,6 +223,45 @@ def test_bytes_that_move_from_field_to_field_change_the_message(
     assert message_of_the_code((*one, [])) != message_of_the_code((*other, []))
 
 
+identity_strategy = st.tuples(
+    st.lists(st.integers(0, 1), min_size=4, max_size=6),
+    st.dictionaries(
+        st.integers(0, 2),
+        st.lists(st.tuples(st.sampled_from(list(ExtraKeyKind)), st.sampled_from([b"", b"a", b"b", b"\x01\0\0\0\0"]))),
+        max_size=2,
+    ),
+)
+
+
+@given(identity_strategy, identity_strategy)
+@settings(deadline=None, derandomize=True, database=None)
+def test_hashes_agree_just_as_far_as_identities_do(
+    one: tuple[list[int], dict[int, Keys]], other: tuple[list[int], dict[int, Keys]]
+) -> None:
+    def made(identity: tuple[list[int], dict[int, Keys]]) -> list[bytes]:
+        tokens, by_block = identity
+        keys = [
+            ExtraKey(ExtraKeyKind(kind), payload, index) for index, keys in by_block.items() for kind, payload in keys
+        ]
+        hashes = list[bytes](chain_of(tokens, *keys, block_size=2).hashes)
+        assert hashes == hashes_of(root_of(IDENTITY), 2, tokens, by_block)
+        return hashes
+
+    def known(identity: tuple[list[int], dict[int, Keys]]) -> list[object]:
+        tokens, by_block = identity
+        return [(tokens[i * 2 : i * 2 + 2], sorted(by_block.get(i, []))) for i in range(len(tokens) // 2)]
+
+    shared = 0
+    for mine, theirs in zip(known(one), known(other), strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    ours, others = made(one), made(other)
+    assert ours[:shared] == others[:shared]
+    assert set(ours[shared:]).isdisjoint(others)
+    assert set(others[shared:]).isdisjoint(ours)
+
+
 def test_a_tokens_bytes_never_pass_for_an_extra_key() -> None:
     key = ExtraKey(ExtraKeyKind.SALT, b"abc")
     data = encode_extra_keys([key])  # 8 bytes: as long as two tokens
@@ -210,7 +273,7 @@ def test_a_tokens_bytes_never_pass_for_an_extra_key() -> None:
 
 def test_the_kind_tells_equal_payloads_apart_and_the_order_of_keys_does_not_matter() -> None:
     hashes = {chain_of([1] * 4, ExtraKey(kind, b"x")).hashes[0] for kind in ExtraKeyKind}
-    assert len(hashes) == len(ExtraKeyKind) == 4
+    assert len(hashes) == len(ExtraKeyKind)
     one, other = salt_key("a"), ExtraKey(ExtraKeyKind.LORA, b"b")
     assert chain_of([1] * 4, one, other).hashes == chain_of([1] * 4, other, one).hashes
 

@@ -69,6 +69,18 @@ def test_salts_isolate_on_every_endpoint(live: Live, ask: Any) -> None:
     assert cached(ask(live)) == full  # absent is null
 
 
+def regions(*pairs: tuple[int, str]) -> list[dict[str, Any]]:
+    return [{"start": start, "salt": salt} for start, salt in pairs]
+
+
+def test_a_region_shares_the_public_beginning_and_isolates_the_private_rest(live: Live) -> None:
+    live.reset()
+    salts = [regions((32, "alice")), regions((32, "bob")), regions((47, "alice")), regions((32, "alice")), None]
+    assert [live.hit(PROMPT, cache_salt=salt) for salt in salts] == [0, 32, 64, 64, 32]
+    assert live.hit(PROMPT, cache_salt=regions((0, "alice"))) == 0
+    assert live.hit(PROMPT, cache_salt="alice") == 64
+
+
 def test_a_salt_holds_across_endpoints_that_yield_the_same_ids(live: Live) -> None:
     live.reset()
     rendered = live.post("/tokenize", messages=MESSAGES)
@@ -129,6 +141,18 @@ def test_tenants_are_isolated_unless_they_are_named_together(keyed: Live) -> Non
     assert hit_as(keyed, "key-a", cache_salt="x") == 0
     assert hit_as(keyed, "key-a", cache_salt="x") == 64
     assert hit_as(keyed, "key-b", cache_salt="x") == 0
+
+
+def test_a_tenants_regions_share_their_beginning_inside_the_tenant_alone(keyed: Live) -> None:
+    assert keyed.post("/reset_prefix_cache", headers=bearer("key-root")) == {"reset": True}
+    assert hit_as(keyed, "key-a", cache_salt=regions((32, "x"))) == 0
+    assert hit_as(keyed, "key-b", cache_salt=regions((32, "x"))) == 0  # nothing is public across tenants
+    assert hit_as(keyed, "key-a", cache_salt=regions((32, "y"))) == 32
+    assert hit_as(keyed, "key-a") == 32  # as without a salt
+    assert hit_as(keyed, "key-a", cache_salt=regions((0, "x"))) == 0
+    assert hit_as(keyed, "key-a", cache_salt="x") == 64
+    assert hit_as(keyed, "key-b", cache_salt="x") == 0
+    assert hit_as(keyed, "key-a", cache_salt=regions(*((i, "x") for i in range(1, 33)))) == 0  # as many as there may be
 
 
 def test_no_client_salt_reaches_another_tenant(keyed: Live) -> None:

@@ -101,8 +101,12 @@ class DigestCache:
 
 def module_digest(module: torch.nn.Module) -> str:
     """Digest of a module's parameters and buffers: names, dtypes, shapes and bytes. Tied weights count once."""
+    return tensors_digest(itertools.chain(module.named_parameters(), module.named_buffers()))
+
+
+def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Digest of named tensors: names, dtypes, shapes and bytes. Their order does not matter."""
     digest = hashlib.sha256()
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(canonical_json([name, str(tensor.dtype), list(tensor.shape)]).encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,105 @@
+"""Weights of a live model: new tensors are checked whole, then copied in, and every engine over the module knows.
+
+Knows tensors and one module; must not know requests, caches or roots. Tensors are copied into the module's own, so
+whatever holds a reference to those (the layers, the decoder of the fast path) computes with the new ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from anaphora.errors import WeightsError
+from anaphora.runtime.sources.digests import canonical_json, tensors_digest, text_digest
+
+_CHANGES = "_anaphora_weights"  # on the module, as what was done to it concerns every engine over it
+
+
+class LiveWeights:
+    """One engine's view of a module's weights. history: digest of all updates of the module that it has seen."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._module = module
+        self.history = self._of_module()
+
+    def _of_module(self) -> str:
+        history: str = vars(self._module).get(_CHANGES, "")
+        return history
+
+    def check_current(self) -> None:
+        """Raises WeightsError if another engine over this module has changed its weights: K/V here are of the old."""
+        if self.history != self._of_module():
+            raise WeightsError(
+                "the model's weights were changed through another engine that shares the module: "
+                "call update_weights on this one, too"
+            )
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
+        """Check that every tensor fits; changes nothing.
+
+        tensors: names of the module's `state_dict`, any part of it; each of the shape and dtype that it replaces.
+        Costs a pass over what is given, for its digest. Raises WeightsError.
+        """
+        pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
+        if not pairs:
+            raise WeightsError("update_weights was given no tensor: name what has changed")
+        own: dict[str, torch.Tensor] = self._module.state_dict(keep_vars=True)
+        given: dict[str, torch.Tensor] = {}
+        by_target: dict[int, str] = {}
+        for name, tensor in pairs:
+            _check(name, tensor, own)
+            if name in given:
+                raise WeightsError(f"{name} is given twice: give it once")
+            twin = by_target.setdefault(id(own[name]), name)
+            if twin != name and not torch.equal(given[twin], tensor):
+                raise WeightsError(f"{name} and {twin} are one tensor of the model and are given different values")
+            given[name] = tensor.detach()
+        history = text_digest(canonical_json([self._of_module(), tensors_digest(given.items())]))
+        return WeightUpdate(self, own, given, history)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Tensors that fit. history: digest of all updates up to and with this one."""
+
+    _weights: LiveWeights
+    _own: Mapping[str, torch.Tensor]
+    _given: Mapping[str, torch.Tensor]
+    history: str
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Copy them in. No forward may run meanwhile."""
+        staged = {name: tensor.to(self._own[name].device) for name, tensor in self._given.items()}  # may lack memory
+        vars(self._weights._module)[_CHANGES] = self.history
+        for name, tensor in staged.items():
+            self._own[name].copy_(tensor)
+        self._weights.history = self.history
+
+
+def _pairs(tensors: object) -> list[tuple[str, torch.Tensor]]:
+    if not isinstance(tensors, Iterable) or isinstance(tensors, str | bytes | torch.Tensor):
+        raise WeightsError(f"update_weights takes a state dict or (name, tensor) pairs, got {type(tensors).__name__}")
+    pairs = []
+    for pair in tensors:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise WeightsError(f"update_weights takes (name, tensor) pairs, got an entry of {type(pair).__name__}")
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _check(name: object, tensor: object, own: Mapping[str, torch.Tensor]) -> None:
+    if not isinstance(name, str) or name not in own:
+        similar = difflib.get_close_matches(name, own, n=1) if isinstance(name, str) else []
+        raise WeightsError(f"the model has no tensor {name!r}{f': did you mean {similar[0]}?' if similar else ''}")
+    target = own[name]
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        raise WeightsError(f"{name} must be a dense tensor with values, got {type(tensor).__name__}")
+    if tensor.shape != target.shape:
+        raise WeightsError(f"{name} has the shape {list(tensor.shape)}, the model's has {list(target.shape)}")
+    if tensor.dtype != target.dtype:
+        raise WeightsError(f"{name} is {tensor.dtype}, the model's is {target.dtype}: convert it first")
