@@ -212,9 +212,9 @@ class AsyncEngine:
     async def update_weights(
         self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, abort_running: bool = False
     ) -> bytes:
-        """As Engine.update_weights; requests that it ends are received with an error. Raises EngineStoppedError too.
+        """As Engine.update_weights, on the step thread; the requests that it ends are received with an error.
 
-        Copying is done on the step thread: nothing runs meanwhile.
+        Raises WeightsError, EngineStoppedError.
         """
         root: asyncio.Future[bytes] = self._loop.create_future()
         self._call(lambda: self.engine.update_weights(tensors, abort_running=abort_running), root)

@@ -123,10 +123,10 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. On any exception the slots that it may have written are zero and the exception goes on."""
-        self._weights.check_current()
         self.release(plan.released)
         for admission in plan.admitted:
             self._admit(admission)
+        self._weights.check_current()
         states = [self._requests[request.request_id] for request in plan.scheduled]
         rows = [state.row for state in states]
         self._tables.append([(row, request.new_block_ids) for row, request in zip(rows, plan.scheduled, strict=True)])

@@ -47,7 +47,8 @@ class LiveWeights:
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
         if not pairs:
             raise WeightsError("update_weights was given no tensor: name what has changed")
-        own: dict[str, torch.Tensor] = self._module.state_dict(keep_vars=True)
+        state = self._module.state_dict(keep_vars=True)
+        own = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         given: dict[str, torch.Tensor] = {}
         by_target: dict[int, str] = {}
         for name, tensor in pairs:
