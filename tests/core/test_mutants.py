@@ -120,12 +120,12 @@ MUTANTS = [
     Mutant(
         "the salt does not enter the content of its block",
         "test_sharing_within_a_step::test_salts_are_not_shared_within_a_step",
-        (("hashing.py", "                contents[index - first] += extra\n", "                pass\n"),),
+        (("hashing.py", "            contents[index - first] += self.extra_keys[index]\n", "            pass\n"),),
     ),
     Mutant(
         "a known chain is copied whatever its extra keys",
         "test_chain_memo::test_filling_is_hashing",
-        (("chain_memo.py", " or known.extra_keys != chain.extra_keys:", ":"),),
+        (("chain_memo.py", "if keyed is not None:", "if False:"),),
     ),
     Mutant(
         "the ref count is not raised when a block is found",
@@ -387,7 +387,7 @@ def copy_of_the_sources(folder: Path) -> Path:
     """What core needs, under `folder`; returns core's folder there."""
     target = folder / "anaphora"
     shutil.copytree(PACKAGE / "core", target / "core", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("config.py", "errors.py", "sampling_params.py"):
+    for name in ("config.py", "errors.py", "pooling_params.py", "salt_regions.py", "sampling_params.py"):
         shutil.copy(PACKAGE / name, target / name)
     (target / "__init__.py").touch()
     return target / "core"

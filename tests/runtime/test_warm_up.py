@@ -61,7 +61,7 @@ def test_every_size_is_enough_for_something_and_nothing_stays(
     plans = recorded(executor)
     warm_up(executor, max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs)
     assert bool(plans) == (max_num_tokens > 1 and (num_blocks - 1) * block_size > 1)
-    used = [block for plan in plans for one in plan.scheduled for block in one.new_block_ids]
+    used = [block for plan in plans for one in plan.scheduled for blocks in one.new_block_ids for block in blocks]
     assert used == list(range(1, 1 + len(used)))
     assert len(used) < num_blocks
     assert max((plan.num_scheduled_tokens for plan in plans), default=0) <= max(max_num_tokens, max_num_seqs)
