@@ -13,7 +13,7 @@ from typing import cast
 import psutil
 import torch
 
-from anaphora.api.options import context_limit, find_hash_function, pool_size
+from anaphora.api.options import context_limit, find_hash_function, pool_size, state_slots
 from anaphora.config import EngineConfig
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.eviction.pinned import PinLimits
@@ -31,6 +31,7 @@ from anaphora.runtime.kv_cache import bytes_per_block
 from anaphora.runtime.lora.files import AdapterReader
 from anaphora.runtime.model import LoadedModel, load_model
 from anaphora.runtime.sources.progress import Progress
+from anaphora.runtime.state_cache import state_bytes
 from anaphora.runtime.warm_up import warm_up
 
 _logger = logging.getLogger(__name__)
@@ -73,14 +74,22 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
     max_model_len = context_limit(config.max_model_len, loaded.max_model_len, loaded.name)
     layout = inspect_model(module, max_model_len)
     memory = psutil.virtual_memory()
+    block_bytes = bytes_per_block(layout.places, config.block_size, module.dtype)
     num_blocks = pool_size(
         config,
         max_model_len=max_model_len,
         num_groups=len(layout.cache.groups),
-        block_bytes=bytes_per_block(layout.places, config.block_size, module.dtype),
+        block_bytes=block_bytes,
         available_bytes=memory.available,
         total_bytes=memory.total,
     )
+    max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)  # a running request is owed a token a step
+    if layout.cache.groups:
+        max_num_seqs = min(max_num_seqs, num_blocks)  # and holds a block
+    num_state_slots = 0
+    if layout.recurrent is not None:
+        one = state_bytes(layout.recurrent.shapes)
+        num_state_slots = state_slots(config, max_num_seqs, one, kv_bytes=num_blocks * block_bytes)
     # A tokenizer may name end tokens that the embedding never got: they cannot be chosen.
     end_token_ids = frozenset(token for token in loaded.eos_token_ids if 0 <= token < layout.vocab_size)
     grammars = None
@@ -91,6 +100,8 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         num_blocks,
         config.block_size,
         layout=layout.cache,
+        num_state_slots=num_state_slots,
+        state_checkpoint_interval=config.state_checkpoint_interval,
         root=root_digest(identity),
         hash_function=find_hash_function(config.hash_algorithm),
         enable_prefix_caching=config.enable_prefix_caching,
@@ -104,11 +115,11 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
             layout,
             num_blocks=num_blocks + 1,  # and the null block
             block_size=config.block_size,
-            # A running request holds a block and is owed a token a step.
-            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks),
+            max_num_seqs=max_num_seqs,
             max_table_len=min(max_model_len, cache.capacity_tokens + config.block_size),
             dtype=module.dtype,
             device=module.device,
+            num_state_slots=num_state_slots,
             fast_forward=config.fast_forward,
             grammars=grammars,
         )

@@ -11,6 +11,7 @@ from anaphora.core.ids import cdiv
 from anaphora.errors import ConfigError
 
 _MEMORY_SHARE = 4  # one part in so many of the available memory is for K/V unless told otherwise
+_STATE_SHARE = 4
 
 
 def find_hash_function(name: str) -> HashFunction:
@@ -56,10 +57,11 @@ def pool_size(
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     elif config.kv_cache_bytes is not None:
-        num_blocks = config.kv_cache_bytes // block_bytes
+        num_blocks = config.kv_cache_bytes // max(1, block_bytes)
     else:
-        useful = config.max_num_seqs * cdiv(max_model_len, config.block_size) * num_groups
-        num_blocks = min(available_bytes // _MEMORY_SHARE // block_bytes, useful)
+        # Without attention layers a block takes no memory: it is an entry that remembers a beginning.
+        useful = config.max_num_seqs * cdiv(max_model_len, config.block_size) * max(1, num_groups)
+        num_blocks = min(available_bytes // _MEMORY_SHARE // max(1, block_bytes), useful)
     if num_blocks < 1:
         raise ConfigError(
             f"not one block of {block_bytes} bytes fits: raise kv_cache_bytes (now {config.kv_cache_bytes}), or lower "
@@ -71,3 +73,13 @@ def pool_size(
             f"the machine has {total_bytes / 2**30:,.1f}: lower num_blocks or kv_cache_bytes"
         )
     return num_blocks
+
+
+def state_slots(config: EngineConfig, max_num_seqs: int, state_bytes: int, *, kv_bytes: int) -> int:
+    """Checkpoints of recurrent state, of so many bytes each. kv_bytes: what the pool of blocks takes.
+
+    num_state_slots if given; else as many as fit into a quarter of kv_bytes, and one for each request that may run.
+    """
+    if config.num_state_slots is not None:
+        return config.num_state_slots
+    return max(max_num_seqs, kv_bytes // _STATE_SHARE // state_bytes)

@@ -20,6 +20,8 @@ from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.recurrent import state_context
+from anaphora.runtime.state_cache import StateCache
 
 # Windows and chunks of up to so many tokens are crossed by the comparison. The mask functions of the library show the
 # larger ones (see layer_kinds), without the cost of computing as many tokens.
@@ -61,6 +63,9 @@ def check_agreement(module: PreTrainedModel, layout: ModelLayout) -> None:
     cache = KVCache(
         layout.places, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=layout.dtype, device=module.device
     )
+    states = None
+    if layout.recurrent is not None:
+        states = StateCache(layout.recurrent.shapes, num_rows=2, num_slots=0, device=module.device)
     got = torch.empty_like(expected)
     for scheduled, rows in (
         ([probe_request(0, first[:-2])], [0]),
@@ -68,7 +73,8 @@ def check_agreement(module: PreTrainedModel, layout: ModelLayout) -> None:
         ([probe_request(length - 1, second[-1:])], [1]),
     ):
         inputs = build_inputs(scheduled, rows, tables, layout.cache.groups, layout.dtype)
-        logits = _logits(module, inputs, PagedContext(cache, layout.layers, inputs.groups))
+        context = PagedContext(cache, layout.layers, inputs.groups, state_context(states, inputs.sequences))
+        logits = _logits(module, layout, inputs, context)
         for request, row, (begin, end) in zip(scheduled, rows, inputs.spans, strict=True):
             got[row, request.start : request.start + end - begin] = logits[begin:end]
     # Logits may be masked with huge ones. Where a window cuts is few of the tokens, so they are looked at apart.
@@ -83,10 +89,10 @@ def check_agreement(module: PreTrainedModel, layout: ModelLayout) -> None:
         )
 
 
-def _logits(module: PreTrainedModel, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
+def _logits(module: PreTrainedModel, layout: ModelLayout, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
     keep = torch.arange(inputs.input_ids.shape[1], device=module.device)
     try:
-        logits, _ = PagedForward(module)(inputs.input_ids, inputs.position_ids, keep, context)
+        logits, _ = PagedForward(module, layout.recurrent)(inputs.input_ids, inputs.position_ids, keep, context)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{type(module).__name__} cannot be called with packed tokens and without an attention mask ({error}); "

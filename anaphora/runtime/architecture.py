@@ -20,6 +20,7 @@ from anaphora.runtime.attention import dispatch
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.kv_cache import KVShape, LayerPlace
 from anaphora.runtime.layer_kinds import ATTENTION_TYPES, MaskFunction, SeenLayer, kind_of, lay_out
+from anaphora.runtime.recurrent import RecurrentLayers
 
 _INSPECT_NAME = "anaphora_inspect"
 
@@ -34,6 +35,7 @@ class ModelLayout:
     max_model_len: tokens of a request up to which this holds.
     dtype: what attention computes in.
     vocab_size: token ids that can be both read and chosen.
+    recurrent: the recurrent layers; None if there are none.
     """
 
     layers: dict[int, int]
@@ -42,10 +44,13 @@ class ModelLayout:
     max_model_len: int
     dtype: torch.dtype
     vocab_size: int
+    recurrent: RecurrentLayers | None = None
 
 
 class _Recorder:
     """An attention context that computes nothing and notes what it is called with."""
+
+    states = None  # recurrent layers run from the zero state
 
     def __init__(self, layer_types: tuple[str, ...]) -> None:
         self.layers: dict[int, int] = {}
@@ -105,33 +110,34 @@ def inspect_model(module: PreTrainedModel, max_model_len: int) -> ModelLayout:
         raise UnsupportedModelError(f"{name} is not a causal LM of `transformers`; load its ...ForCausalLM class")
     config = module.config.get_text_config()
     layer_types = tuple(getattr(config, "layer_types", None) or ())
+    recurrent = RecurrentLayers(module)
     other = set(layer_types) - set(ATTENTION_TYPES)
-    if other:
+    if other and not recurrent:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(sorted(other))}; supported are {', '.join(ATTENTION_TYPES)}: "
-            "use another model"
+            f"{name} has layers of type {', '.join(sorted(other))}; supported are {', '.join(ATTENTION_TYPES)}, and "
+            "recurrent ones that keep their state in the library's cache: use another model"
         )
     recorder = _Recorder(layer_types)
     ids = torch.zeros((1, 2), dtype=torch.int64, device=module.device)
     positions = torch.arange(2, device=module.device).unsqueeze(0)
     try:
-        logits, hidden = PagedForward(module, _INSPECT_NAME)(ids, positions, positions[0], recorder)
+        logits, hidden = PagedForward(module, attention=_INSPECT_NAME)(ids, positions, positions[0], recorder)
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{name} cannot be called with packed tokens and without an attention mask ({error}); use another model"
         ) from error
-    if not recorder.layers or hidden is None:
+    if not (recorder.layers or recurrent) or hidden is None:
         raise UnsupportedModelError(
             f"{name} does not use the attention interface of `transformers` or hides its decoder, "
             "so its keys and values cannot be paged; use another model"
         )
-    if len(recorder.layers) != config.num_hidden_layers:
+    if len(recorder.layers) != config.num_hidden_layers and not recurrent:
         raise UnsupportedModelError(
             f"{name} has {config.num_hidden_layers} layers, of which {len(recorder.layers)} are attention layers; "
-            "only models whose every layer is an attention layer are served"
+            "only models whose every layer is an attention or a recurrent layer are served"
         )
     kinds = [kind_of(layer, config, max_model_len) for layer in recorder.seen]
-    places, cache = lay_out(kinds, [layer.shape for layer in recorder.seen])
+    places, cache = lay_out(kinds, [layer.shape for layer in recorder.seen], has_state=bool(recurrent))
     return ModelLayout(
         layers=recorder.layers,
         places=places,
@@ -139,6 +145,7 @@ def inspect_model(module: PreTrainedModel, max_model_len: int) -> ModelLayout:
         max_model_len=max_model_len,
         dtype=recorder.dtypes.pop() if len(recorder.dtypes) == 1 else module.dtype,
         vocab_size=min(model.get_input_embeddings().num_embeddings, logits.shape[-1]),
+        recurrent=recurrent if recurrent else None,
     )
 
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from anaphora.errors import UnsupportedModelError
 from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.state_cache import StateContext
 
 ATTENTION_NAME = "anaphora_paged"
 """Steps run under this name. No mask is registered for it, so `transformers` makes none."""
@@ -61,7 +62,10 @@ class GroupInputs:
 
 
 class AttentionContext(Protocol):
-    """What `paged_context` must do: one layer's attention."""
+    """What `paged_context` must do: one layer's attention. states: for the recurrent layers, if the model has any."""
+
+    @property
+    def states(self) -> StateContext | None: ...
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
@@ -74,11 +78,13 @@ class PagedContext:
 
     layers: a module's `layer_idx` -> its layer in the pool.
     groups: by number, as the pool's layers name them.
+    states: what the recurrent layers read and write; None if there are none.
     """
 
     cache: KVCache
     layers: Mapping[int, int]
     groups: tuple[GroupInputs, ...]
+    states: StateContext | None = None
 
     def attend(
         self,

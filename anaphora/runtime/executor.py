@@ -7,7 +7,7 @@ not grow with a request's history, attention excepted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from anaphora.runtime.kv_cache import KVCache, bytes_per_token
 from anaphora.runtime.lora.adapter import Adapter
 from anaphora.runtime.lora.context import adapter_context
 from anaphora.runtime.pooling import check_dimensions, trained_dimensions
+from anaphora.runtime.recurrent import state_context
 from anaphora.runtime.sampler import SamplingRow, report, sample
+from anaphora.runtime.state_cache import StateCache
 from anaphora.runtime.weights import LiveWeights, WeightUpdate
 
 # Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.
@@ -41,7 +43,7 @@ class TorchExecutor:
     layout: what `inspect_model` says of the module.
     num_blocks: usable blocks and the null block. max_num_seqs: most requests admitted at once.
     max_table_len: most tokens of one request, for the size of the block tables; None takes the layout's max_model_len.
-    dtype: of the pool. device: of the module and the pool.
+    num_state_slots: checkpoints of recurrent state. dtype: of the pool. device: of the module and the pool.
     fast_forward: run decoders of a known structure without the library's layers; the results are the same.
     grammars: for structured output; None has none.
 
@@ -58,6 +60,7 @@ class TorchExecutor:
         block_size: int,
         max_num_seqs: int,
         max_table_len: int | None = None,
+        num_state_slots: int = 0,
         dtype: torch.dtype,
         device: torch.device | str,
         fast_forward: bool = True,
@@ -74,6 +77,10 @@ class TorchExecutor:
         self._tables = BlockTables(
             len(layout.cache.groups), max_num_seqs, max_table_len or layout.max_model_len, block_size, device
         )
+        self._states: StateCache | None = None
+        if layout.recurrent is not None:
+            shapes = layout.recurrent.shapes
+            self._states = StateCache(shapes, num_rows=max_num_seqs, num_slots=num_state_slots, device=device)
         self._forward = make_forward(module, self._layout, fast=fast_forward)
         self._grammars = grammars
         self._hidden_size: int | None = getattr(module.config.get_text_config(), "hidden_size", None)
@@ -101,8 +108,8 @@ class TorchExecutor:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Memory of the pool, the null block among it."""
-        return self.cache.num_bytes
+        """Memory of the pool, the null block among it, and of recurrent states."""
+        return self.cache.num_bytes + (0 if self._states is None else self._states.num_bytes)
 
     @property
     def kv_bytes_per_token(self) -> tuple[int, ...]:
@@ -131,9 +138,11 @@ class TorchExecutor:
         rows = [state.row for state in states]
         self._tables.append([(row, request.new_block_ids) for row, request in zip(rows, plan.scheduled, strict=True)])
         begin = time.perf_counter()
+        self._load_states(plan.scheduled, rows)
         inputs = build_inputs(plan.scheduled, rows, self._tables, self._layout.cache.groups, self._layout.dtype)
         try:
-            context = PagedContext(self.cache, self._layout.layers, inputs.groups)
+            states_context = state_context(self._states, inputs.sequences)
+            context = PagedContext(self.cache, self._layout.layers, inputs.groups, states_context)
             adapters = adapter_context([state.adapter for state in states], inputs)
             logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context, adapters)
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
@@ -148,6 +157,7 @@ class TorchExecutor:
             raise
         for i in failed:
             self._wipe(inputs, *inputs.spans[i])
+        self._save_states(plan.scheduled, rows, failed)
         return StepResult(
             sampled=sampled,
             failed={plan.scheduled[i].request_id: reason for i, reason in failed.items()},
@@ -164,6 +174,18 @@ class TorchExecutor:
             state.adapter = self._adapters[admission.adapter]  # its own until it ends, whatever is loaded meanwhile
         state.row = self._tables.take_row()  # last: a request that cannot be made takes none
         self._requests[admission.request_id] = state
+
+    def _load_states(self, scheduled: Sequence[ScheduledRequest], rows: Sequence[int]) -> None:
+        if self._states is not None:
+            for request, row in zip(scheduled, rows, strict=True):
+                if request.load_state is not None:
+                    self._states.load(row, request.load_state)
+
+    def _save_states(self, scheduled: Sequence[ScheduledRequest], rows: Sequence[int], failed: Container[int]) -> None:
+        if self._states is not None:
+            for i, (request, row) in enumerate(zip(scheduled, rows, strict=True)):
+                if request.save_state is not None and i not in failed:
+                    self._states.save(row, request.save_state)
 
     def _wipe(self, inputs: StepInputs, begin: int, end: int) -> None:
         """Zero what the packed tokens [begin, end) wrote, in every group."""

@@ -62,7 +62,7 @@ class FastForward:
     def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: CpuStep | None = None) -> None:
         self._decoder = decoder
         self._kernels = kernels
-        self._library = PagedForward(module)
+        self._library = PagedForward(module)  # a recognised decoder has no recurrent layers
         modules = list(module.modules())
         self._hooks: list[Any] = [part._forward_hooks for part in modules]
         self._hooks += [part._forward_pre_hooks for part in modules]
@@ -105,15 +105,16 @@ class FastForward:
 
 def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) -> Forward:
     """The fastest forward that is exact for this module; `fast` False takes the library's without a look."""
+    library = PagedForward(module, layout.recurrent)
     if not fast:
-        return PagedForward(module)
+        return library
     name = type(module).__name__
     try:
         decoder = recognise(module)
         _check(module, layout, decoder)
     except (NotRecognisedError, TypeError, AttributeError, RuntimeError) as difference:
         _logger.info("%s runs through transformers' own layers, which is slower: %s", name, difference)
-        return PagedForward(module)
+        return library
     try:
         kernels = _make_kernels(module, layout, decoder)
     except (NotRecognisedError, ImportError) as difference:

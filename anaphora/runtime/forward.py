@@ -7,7 +7,7 @@ the module is as its owner left it, so that its own `generate` goes on working.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from anaphora.runtime.attention import ATTENTION_NAME, AttentionContext
 from anaphora.runtime.lora.context import AdapterContext
+from anaphora.runtime.recurrent import RecurrentLayers
 
 
 class _Hidden(BaseModelOutput):
@@ -60,12 +61,16 @@ def _decoder_of(module: PreTrainedModel) -> torch.nn.Module:
 class PagedForward:
     """Calls `module` with packed tokens [1, num_tokens] and explicit positions.
 
-    attention: the name under which the context's attention is registered.
+    recurrent: its recurrent layers, which then take the context's states. attention: the name under which the context's
+    attention is registered.
     """
 
-    def __init__(self, module: PreTrainedModel, attention: str = ATTENTION_NAME) -> None:
+    def __init__(
+        self, module: PreTrainedModel, recurrent: RecurrentLayers | None = None, attention: str = ATTENTION_NAME
+    ) -> None:
         model: Any = module  # the library's own annotations are partial
         self._module = model
+        self._recurrent = recurrent
         self._attention = attention
         self._decoder = _decoder_of(module)
         # Parents come before children, which matters when the settings are restored: setting one sets its sub-configs.
@@ -86,7 +91,13 @@ class PagedForward:
 
         input_ids, position_ids: [1, num_tokens] int64. The hidden states are None if the class hides its decoder.
         """
-        with self._lock, self._switched(), nullcontext() if adapters is None else adapters.switched():
+        with ExitStack() as stack:
+            stack.enter_context(self._lock)
+            stack.enter_context(self._switched())
+            if adapters is not None:
+                stack.enter_context(adapters.switched())
+            if self._recurrent is not None and context.states is not None:
+                stack.enter_context(self._recurrent.switched(context.states))
             try:
                 output = self._module(
                     input_ids=input_ids,

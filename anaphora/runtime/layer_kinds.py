@@ -52,13 +52,13 @@ def kind_of(layer: SeenLayer, config: Any, max_model_len: int) -> AttentionKind:
         by_type[SLIDING_ATTENTION] = SlidingWindow(window)
     if isinstance(chunk, int) and chunk > 0:
         by_type[CHUNKED_ATTENTION] = ChunkedAttention(chunk)
-    if layer.layer_type is not None and layer.layer_type not in by_type:
+    if layer.layer_type in ATTENTION_TYPES and layer.layer_type not in by_type:
         raise UnsupportedModelError(
             f"{layer.name} is of type {layer.layer_type}, and its config does not say how far that sees: "
             "use another model"
         )
     likely: list[AttentionKind] = [SlidingWindow(layer.window)] if layer.window and layer.window > 0 else []
-    likely += [by_type[layer.layer_type]] if layer.layer_type is not None else []
+    likely += [by_type[layer.layer_type]] if layer.layer_type in by_type else []  # else it names more than attention
     likely += by_type.values()
     if layer.mask is None:
         return _within(likely[0], max_model_len)

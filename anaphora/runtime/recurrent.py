@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,31 +18,26 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from anaphora.errors import UnsupportedModelError
-from anaphora.runtime.state_cache import StateCache, StateKey, StateShape
+from anaphora.runtime.call_shapes import Span
+from anaphora.runtime.state_cache import StateCache, StateContext, StateKey, StateShape, StateSpan
 
 CACHE_ARGUMENT = "cache"  # of every recurrent layer, by name
 
 
-@dataclass(frozen=True, slots=True)
-class StateSpan:
-    """Consecutive tokens [begin, end) of the packed batch that are one call of a recurrent layer.
-
-    rows: the working states of its sequences: one with any number of tokens, or several with one token each.
-    is_fresh: one sequence that starts at position 0, so that there is no state before it.
-    """
-
-    begin: int
-    end: int
-    rows: tuple[int, ...]
-    is_fresh: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StateContext:
-    """One step of the recurrent layers: the spans cover the packed batch without gaps, in order."""
-
-    cache: StateCache
-    spans: tuple[StateSpan, ...]
+def state_context(cache: StateCache | None, sequences: Sequence[Span]) -> StateContext | None:
+    """Who moves on in a step of these sequences, which cover the packed batch in order. None without a cache."""
+    if cache is None:
+        return None
+    spans: list[StateSpan] = []
+    for span in sequences:
+        end, is_fresh = span.begin + span.num_tokens, span.start == 0
+        last = spans[-1] if spans else None
+        joins = last is not None and last.end - last.begin == len(last.rows) and not last.is_fresh
+        if last is not None and joins and span.num_tokens == 1 and not is_fresh:
+            spans[-1] = StateSpan(last.begin, end, (*last.rows, span.row))
+        else:
+            spans.append(StateSpan(span.begin, end, (span.row,), is_fresh))
+    return StateContext(cache, tuple(spans))
 
 
 class _LayerState:

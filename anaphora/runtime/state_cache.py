@@ -9,7 +9,8 @@ token to the next: the last inputs of a convolution, the matrix of a linear atte
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ def state_bytes(shapes: Mapping[StateKey, StateShape]) -> int:
 class StateCache:
     """Working states [num_rows] and checkpoints [num_slots] of every state in `shapes`.
 
-    A working state is worth something only while `is_live[row]`; else its row stands for the zero state.
+    A row holds what its last owner left until a checkpoint is loaded into it or a sequence begins there: who begins at
+    position 0 starts from the zero state and does not read it.
     """
 
     def __init__(
@@ -69,12 +71,28 @@ class StateCache:
         """Copy a working state into a checkpoint."""
         self._copy(row, self.num_rows + slot)
 
-    def wipe(self, rows: Sequence[int]) -> None:
-        """Zero working states, so that nothing of a failed step stays."""
-        index = torch.tensor(rows, dtype=torch.int64)
-        for state in self.states.values():
-            state.index_fill_(0, index.to(state.device), 0)
-
     def _copy(self, source: int, target: int) -> None:
         for state in self.states.values():
             state[target].copy_(state[source])
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """Consecutive tokens [begin, end) of the packed batch that are one call of a recurrent layer.
+
+    rows: the working states of its sequences: one with any number of tokens, or several with one token each.
+    is_fresh: one sequence that starts at position 0, so that there is no state before it.
+    """
+
+    begin: int
+    end: int
+    rows: tuple[int, ...]
+    is_fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateContext:
+    """One step of the recurrent layers: the spans cover the packed batch without gaps, in order."""
+
+    cache: StateCache
+    spans: tuple[StateSpan, ...]
