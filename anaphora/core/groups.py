@@ -33,6 +33,9 @@ class AttentionKind(Protocol):
 class FullAttention:
     """Every position sees every earlier one."""
 
+    def __str__(self) -> str:
+        return "full attention"
+
     @property
     def span(self) -> None:
         return None
@@ -51,6 +54,9 @@ class SlidingWindow:
         if self.size < 1:
             raise ConfigError(f"a sliding window has at least one token, got {self.size}")
 
+    def __str__(self) -> str:
+        return f"sliding window of {self.size}"
+
     def first_visible(self, position: int) -> int:
         return max(0, position - self.size + 1)
 
@@ -68,6 +74,9 @@ class ChunkedAttention:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ConfigError(f"a chunk has at least one token, got {self.size}")
+
+    def __str__(self) -> str:
+        return f"chunks of {self.size}"
 
     def first_visible(self, position: int) -> int:
         return position // self.size * self.size

@@ -51,6 +51,11 @@ class Counters:
         return Counters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of all requests admitted, each once: queried or bypassed."""
+        return self.num_queried_tokens + self.num_bypassed_tokens
+
+    @property
     def hit_rate(self) -> float:
         """In [0, 1]; 0 before the first query."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0

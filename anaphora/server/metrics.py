@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.outputs import RequestOutput
 from anaphora.engine.ttft import TtftParts
+from anaphora.server.group_metrics import group_metrics
 from anaphora.server.what_if_metrics import what_if_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -29,7 +30,12 @@ _COUNTERS = (
         "Prompt tokens looked up, once per request, at its first admission.",
     ),
     ("prefix_cache_hits", "num_hit_tokens", "Prompt tokens found by those look-ups."),
-    ("prompt_tokens", "num_queried_tokens", "Prompt tokens of admitted requests."),
+    (
+        "prefix_cache_bypassed",
+        "num_bypassed_tokens",
+        "Prompt tokens of requests that look nothing up: they want more of every position than K/V.",
+    ),
+    ("prompt_tokens", "num_prompt_tokens", "Prompt tokens of admitted requests, each request once."),
     ("prompt_tokens_computed", "num_computed_prompt_tokens", "Prompt tokens computed, each position once."),
     ("computed_tokens", "num_computed_tokens", "Tokens computed: prompts, outputs, and again after preemptions."),
     ("recomputed_tokens", "num_recomputed_tokens", "Tokens computed again after a preemption."),
@@ -84,6 +90,7 @@ class _EngineCollector(Collector):
             ("following", gauges.num_following, "Among those that wait: for a beginning that another computes."),
         ):
             yield GaugeMetricFamily(f"anaphora:num_requests_{state}", text, value=number)
+        yield from group_metrics(stats, self._engine.engine.kv_bytes_per_token)
         yield from what_if_metrics(stats)
 
 

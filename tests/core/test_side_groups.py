@@ -68,8 +68,8 @@ def test_a_window_that_is_no_multiple_of_the_block_is_given_back_block_by_block(
         (((11,), (12,)), [0, 0, 0, 0, 10, 12]),  # the one at 21 from 16 on
     ]
     assert world.scheduler.stats().groups == (
-        GroupGauges("FullAttention()", 6, 0),
-        GroupGauges("SlidingWindow(size=6)", 2, 4),
+        GroupGauges("full attention", 6, 0),
+        GroupGauges("sliding window of 6", 2, 4),
     )
 
 
@@ -150,7 +150,7 @@ def test_where_all_layers_are_windowed_a_request_is_longer_than_the_pool() -> No
     assert tables(plan)["a"] == ((1, 2),)
     world.run()
     assert world.requests["a"].num_output_tokens == 40
-    assert world.scheduler.stats().groups == (GroupGauges("SlidingWindow(size=6)", 0, 7),)  # the last block is not full
+    assert world.scheduler.stats().groups == (GroupGauges("sliding window of 6", 0, 7),)  # the last block is not full
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 9])
