@@ -72,6 +72,7 @@ class ServerOptions:
     max_tools: Annotated[int, _option(help="Most tools of one conversation.")] = _SERVER["max_tools"]
     max_logit_bias: Annotated[int, _option(help="Most entries of logit_bias.")] = _SERVER["max_logit_bias"]
     max_stop_chars: Annotated[int, _option(help="Longest stop string, in characters.")] = _SERVER["max_stop_chars"]
+    max_stop_token_ids: Annotated[int, _option(help="Most entries of stop_token_ids.")] = _SERVER["max_stop_token_ids"]
     max_embedding_rows: Annotated[int, _option(help="Most rows of numbers of one embedding request.")] = _SERVER[
         "max_embedding_rows"
     ]

@@ -19,8 +19,8 @@ class ServerConfig:
     request_timeout_s: most seconds of one HTTP request; a reply that has begun ends with an error event.
     heartbeat_s: a stream that has nothing to say for so long sends a comment, so that proxies keep it.
     drain_timeout_s: after SIGTERM, how long running requests may take to finish.
-    max_body_bytes, max_prompts, max_n, max_messages, max_tools, max_logit_bias, max_stop_chars: of one request; the
-        last is characters of one stop string.
+    max_body_bytes, max_prompts, max_n, max_messages, max_tools, max_logit_bias, max_stop_chars, max_stop_token_ids: of
+        one request; max_stop_chars is of one stop string.
     max_embedding_rows: of one embedding request: an input is a row, with pooling `token` each of its tokens.
     num_text_workers: threads that tokenise and render.
     token_memo_bytes: for pieces of text and their tokens, so that what comes again is not tokenised again; 0: no memo.
@@ -42,6 +42,7 @@ class ServerConfig:
     max_tools: int = 128
     max_logit_bias: int = 1024
     max_stop_chars: int = 1024
+    max_stop_token_ids: int = 1024
     max_embedding_rows: int = 2048
     num_text_workers: int = 2
     token_memo_bytes: int = 64 * 1024 * 1024

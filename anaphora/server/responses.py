@@ -144,7 +144,6 @@ async def prepare_response(service: Service, body: bytes, arrival: Arrival) -> R
     fields = await service.parse(ResponsesFields, body, arrival)
     parse_salt(fields.cache_salt)
     _check_unsupported(fields)
-    _check_echoed(fields)
     items = _items(fields.input, service.config.max_messages)
     wanted = fields.max_output_tokens
     params = sampling_params(
@@ -154,6 +153,8 @@ async def prepare_response(service: Service, body: bytes, arrival: Arrival) -> R
         response_format=_format(fields.text),
         names=_NAMES,
     )
+
+    _check_echoed(fields)
 
     def work() -> list[int]:
         service.engine.engine.check_grammar(params)
@@ -183,6 +184,9 @@ def _items(given: Any, most: int) -> list[dict[str, Any]]:
     return [{k: v for k, v in item.items() if k not in ("type", "id", "status")} for item in given]
 
 
+_FORMAT_KEYS = frozenset(("type", "name", "description", "strict", "schema", "regex"))
+
+
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     """`text.format` as chat completions' `response_format`: the schema stands one level higher there."""
     if text is None:
@@ -190,6 +194,8 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     if text.keys() - {"format"}:
         raise unsupported("text", "text may hold a format only")
     wanted = text.get("format")
+    if isinstance(wanted, dict) and wanted.keys() - _FORMAT_KEYS:
+        raise unsupported("text", f"text.format may hold {', '.join(sorted(_FORMAT_KEYS))} only")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": wanted}
     if wanted is not None and not isinstance(wanted, dict):
@@ -213,9 +219,11 @@ def _check_unsupported(fields: ResponsesFields) -> None:
 
 
 def _check_echoed(fields: ResponsesFields) -> None:
-    """What comes back in the reply as it was sent: JSON text may say NaN or 1e999, and no reply can."""
-    for name in ("metadata", "text"):
-        try:
-            json.dumps(getattr(fields, name), allow_nan=False)
-        except ValueError:
-            raise invalid(name, f"{name} holds a number that is not finite: leave it out") from None
+    """What comes back in the reply as it was sent: small, and without the numbers that JSON has not (NaN, 1e999)."""
+    metadata = fields.metadata or {}
+    if len(metadata) > 16 or not all(isinstance(text, str) and len(text) <= 512 for text in metadata.values()):
+        raise invalid("metadata", "metadata may hold 16 strings of at most 512 characters")
+    try:
+        json.dumps(fields.text, allow_nan=False)
+    except ValueError:
+        raise invalid("text", "text holds a number that is not finite: leave it out") from None

@@ -54,6 +54,7 @@ def sampling_params(
     """
     values: dict[str, Any] = {name: getattr(fields, name) for name in _SAME_NAME if getattr(fields, name) is not None}
     _check_stops(values.get("stop"), config)
+    _check_stop_token_ids(values.get("stop_token_ids"), config)
     if fields.logit_bias is not None:
         values["logit_bias"] = _logit_bias(fields.logit_bias, config)
     values |= _structure(response_format)
@@ -143,6 +144,13 @@ def _check_stops(stop: Any, config: ServerConfig) -> None:
             raise invalid(
                 "stop", f"stop holds a string of {len(text)} characters, at most {config.max_stop_chars} are allowed"
             )
+
+
+def _check_stop_token_ids(token_ids: Any, config: ServerConfig) -> None:
+    """Their number; SamplingParams checks each."""
+    if isinstance(token_ids, list) and len(token_ids) > config.max_stop_token_ids:
+        message = f"stop_token_ids has {len(token_ids)} entries, at most {config.max_stop_token_ids} are allowed"
+        raise invalid("stop_token_ids", message)
 
 
 def _logit_bias(bias: Any, config: ServerConfig) -> dict[int, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from anaphora.server.metrics import Metrics
 from anaphora.server.tenants import ANYBODY, ApiKeys, CacheDomains, Caller
 from anaphora.server.text import TextTools
 
+MAX_TEMPLATE_OPTIONS = 64
 _SMALL_BODY_BYTES = 16 * 1024
 _T = TypeVar("_T")
 _Fields = TypeVar("_Fields", bound=RequestFields)
@@ -127,7 +128,10 @@ class Service:
         _check_options(fields.chat_template_kwargs or {})
 
 
-def _check_options(options: Iterable[str]) -> None:
+def _check_options(options: Collection[str]) -> None:
+    if len(options) > MAX_TEMPLATE_OPTIONS:
+        message = f"chat_template_kwargs has {len(options)} entries, at most {MAX_TEMPLATE_OPTIONS} are allowed"
+        raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
     for name in options:
         if name in _RESERVED_OPTIONS:
             message = f"chat_template_kwargs may not set {name!r}; it holds variables of the template only"

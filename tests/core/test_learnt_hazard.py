@@ -124,11 +124,11 @@ def names(*texts: str) -> list[BlockHash]:
 def test_a_policy_that_finds_less_than_lru_rests_ever_longer_until_it_wins() -> None:
     duel = Duel()
     judgements = []
-    for _ in range(60):
+    for _ in range(35):
         duel.release(names("a", "b"), num_found=0, room=2)  # LRU finds both, but for the first time
         judgements.append(duel.judge())
     rests = "".join("x" if judgement else "." for judgement in judgements)
-    assert [len(rest) for rest in rests.split("x") if rest] == [8, 16, 32]
+    assert [len(rest) for rest in rests.split("x") if rest] == [2, 4, 8, 16]
 
 
 def test_a_policy_that_finds_as_much_as_lru_never_rests() -> None:
@@ -158,7 +158,7 @@ def test_it_never_falls_far_behind_where_lru_is_right() -> None:
         hits[policy] = sum(run(cache, prompt(*[session + 1] * (turn * 2))) for session, turn in turns)
     total = sum(turn * 2 * BLOCK_SIZE + 1 for _, turn in turns)
     assert hits["lru"] > 0.2 * total
-    assert hits["learnt-hazard"] > hits["lru"] - 0.003 * total
+    assert hits["learnt-hazard"] > hits["lru"] - 0.002 * total
 
 
 def test_an_empty_policy_is_empty() -> None:

@@ -85,7 +85,8 @@ def test_a_number_of_any_size_costs_nobody_else_anything(live: Live, name: str, 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["metadata", "text"])
 def test_a_number_that_json_has_not_is_not_echoed(live: Live, field: str, number: str) -> None:
-    body = f'{{"input": "hi", "max_output_tokens": 2, "{field}": {{"format": {{"type": "text", "x": {number}}}}}}}'
+    value = f'{{"format": {{"type": "text", "schema": {{"x": {number}}}}}}}'
+    body = f'{{"input": "hi", "max_output_tokens": 2, "{field}": {value}}}'
     reply = live.client.post("/v1/responses", content=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
@@ -95,6 +96,21 @@ def test_a_number_that_json_has_not_is_not_echoed(live: Live, field: str, number
 def test_a_body_of_any_depth_is_refused(live: Live, path: str, body: str) -> None:
     reply = live.client.post(path, content=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/completions", "stop_token_ids", [5] * 1025),
+        ("/v1/chat/completions", "chat_template_kwargs", {f"k{number}": 1 for number in range(65)}),
+        ("/v1/responses", "metadata", {f"k{number}": "v" for number in range(17)}),
+        ("/v1/responses", "metadata", {"k": "v" * 513}),
+        ("/v1/responses", "text", {"format": {"type": "text", "more": [1]}}),
+    ],
+)
+def test_what_would_keep_the_event_loop_busy_is_bounded(live: Live, path: str, field: str, value: Any) -> None:
+    error = live.post(path, 400, **{**ENDPOINTS[path][1], field: value})["error"]
+    assert error["param"] == field
 
 
 def test_after_all_that_nothing_is_left(live: Live) -> None:

@@ -17,7 +17,7 @@ from anaphora.core.ids import BlockHash
 
 _MARGIN = 0.003  # of the blocks that were used
 _KEEP = 0.8  # of what was counted, from one judgement to the next
-_FIRST_REST = 8  # judgements
+_FIRST_REST = 2  # judgements
 
 
 class Duel:
@@ -33,7 +33,7 @@ class Duel:
     def release(self, names: Sequence[BlockHash], num_found: int, room: int) -> None:
         """Blocks of a chain, head first, are released; the policy had found num_found of them, and now holds `room`."""
         known = self._names
-        num_known = list(map(known.pop, names, repeat(0))).count(None)  # type: ignore[arg-type]
+        num_known = list(map(known.pop, names, repeat(0))).count(None)
         known.update(dict.fromkeys(reversed(names)))
         for _ in range(len(known) - room):
             known.popitem(last=False)

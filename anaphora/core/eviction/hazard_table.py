@@ -42,7 +42,7 @@ _WIDTHS = tuple(stop - start for start, stop in zip(AGE_STARTS, (*AGE_STARTS[1:]
 
 
 class HazardTable:
-    """Counts of lives by class and age. O(1) a call; `indices` costs O(classes * (ages + ticks of lives that go on))."""
+    """Counts of lives by class and age. O(1) a call; `indices`: O(classes * (ages + ticks of lives that go on))."""
 
     def __init__(self, num_classes: int, decay: float) -> None:
         """decay: what a count is worth after each `indices`, so that old traffic is forgotten; in (0, 1]."""

@@ -7,7 +7,7 @@ Cells are ranked by the index of hazard_table. The victim is the oldest run of t
 of one integer. Leaves of one class and tick (a cohort) move on to older cells together, at most NUM_AGES times. Time
 counts the released blocks.
 
-Where LRU finds more (see duel), its order rules for a while: all cells are worth the same then, the oldest goes first.
+Where LRU finds more (see duel), its order rules for a while: the oldest run goes first, whatever its class.
 
 What leaves, evicted or found, is remembered by its hash: who comes back has been used before, and that an evicted block
 came back is learnt from. Memories are kept in two halves, so that the older half is forgotten at once.
@@ -65,6 +65,7 @@ class LearntHazard:
         self._runs = Runs(index, self._add_leaf, self._remove_leaf)
         self._table = HazardTable(_NUM_CLASSES, _DECAY)
         self._duel = Duel()
+        self._rules = True
         self._half = max(1, ghosts_per_block * size // 2)
         self._newer: dict[BlockHash, _Memory] = {}
         self._older: dict[BlockHash, _Memory] = {}
@@ -151,12 +152,21 @@ class LearntHazard:
     def take(self, count: int) -> list[BlockId]:
         taken: list[BlockId] = []
         while len(taken) < count:
-            lowest = (self._non_empty & -self._non_empty).bit_length() - 1
-            run = next(iter(next(iter(self._cells[self._by_rank[lowest]])).runs))
+            run = self._victim() if self._rules else self._oldest()
             blocks = self._runs.take_tail(run, min(count - len(taken), len(run.blocks)))
             self._remember(blocks, (run.uses, run.kind, run.tick))
             taken += blocks
         return taken
+
+    def _victim(self) -> Run:
+        lowest = (self._non_empty & -self._non_empty).bit_length() - 1
+        return next(iter(next(iter(self._cells[self._by_rank[lowest]])).runs))
+
+    def _oldest(self) -> Run:
+        """As LRU has it: of all classes, the first to come of those in cells of the highest age."""
+        lowest = (self._non_empty & -self._non_empty).bit_length() - 1
+        same_age = self._cells[self._by_rank[lowest] % NUM_AGES :: NUM_AGES]
+        return min((next(iter(next(iter(cohorts)).runs)) for cohorts in same_age if cohorts), key=lambda run: run.tick)
 
     def pop_all(self) -> list[BlockId]:
         return self.take(len(self))
@@ -218,7 +228,8 @@ class LearntHazard:
         if self._clock >= self._next_fit:
             self._next_fit = self._clock + self._fit_length
             indices = self._table.indices(tick)
-            if not self._duel.judge():
+            self._rules = self._duel.judge()
+            if not self._rules:
                 indices = [0.0] * len(indices)
             # The older of two equals first, as LRU does.
             self._rank(sorted(range(len(indices)), key=lambda cell: (indices[cell], -(cell % NUM_AGES), cell)))

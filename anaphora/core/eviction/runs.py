@@ -1,4 +1,4 @@
-"""Cached free blocks as *runs*: blocks that follow each other in a chain, were released together and are worth the same.
+"""Cached free blocks as *runs*: blocks that follow each other in a chain, released together, worth the same.
 
     released     [ head ........ tail )     one call of `put`, cut into runs where the worth of its blocks changes,
     runs         [ 0    )[ 1   )[ 2   )     and behind a block at which an older run hangs
