@@ -10,7 +10,7 @@ from anaphora.engine.outputs import EngineStats
 
 
 def group_metrics(stats: EngineStats, bytes_per_token: Sequence[int] | None) -> Iterator[Metric]:
-    """One label value for each group, with its number first, as several may be of one kind. bytes_per_token: of each."""
+    """A label value for each group, its number first, as several may be of one kind. bytes_per_token: of each."""
     blocks = GaugeMetricFamily(
         "anaphora:kv_group_blocks", "Blocks of each group of layers, as in kv_blocks.", labels=["group", "state"]
     )
