@@ -31,7 +31,8 @@ class EngineConfig:
     """Options of one engine. The names are vLLM's where it has them.
 
     model: built-in name, folder, GGUF file, hub id, or a loaded `transformers` causal LM.
-    tokenizer: folder, hub id or loaded tokenizer; None takes the model's own, if it has one.
+    tokenizer: folder, hub id, loaded tokenizer or, for a loaded model that reads images, its processor; None takes the
+        model's own, if it has one.
     block_size: token positions in one block.
     num_blocks: usable blocks in the pool; the null block comes on top. None sizes the pool by kv_cache_bytes.
     kv_cache_bytes: memory for K/V when num_blocks is None; None takes a quarter of what is available now.
@@ -56,6 +57,9 @@ class EngineConfig:
     device: torch device; None takes the CPU.
     max_loras: most LoRA adapters in memory, those that requests use among them; others are read again on use.
     max_lora_rank: the largest rank of an adapter.
+    max_images, max_image_bytes, max_image_pixels: images in one prompt; bytes of one file; width times height of one.
+    feature_cache_bytes: memory for what the vision encoder has made of images, so that the same image is not encoded
+        again; what a step needs comes on top.
     fast_forward: run a decoder of the Llama type in a loop of our own, and on a CPU steps of few tokens in compiled
         kernels (the `cpu` extra), if it gives the module's own results when it is loaded; off runs every model through
         the layers of `transformers`.
@@ -91,6 +95,10 @@ class EngineConfig:
     device: str | None = None
     max_loras: int = 16
     max_lora_rank: int = 64
+    max_images: int = 16
+    max_image_bytes: int = 20 * 1024 * 1024
+    max_image_pixels: int = 4096 * 4096
+    feature_cache_bytes: int = 256 * 1024 * 1024
     fast_forward: bool = True
     num_threads: int | None = None
     warm_up: bool | None = None
@@ -106,6 +114,10 @@ class EngineConfig:
             "max_num_seqs",
             "max_loras",
             "max_lora_rank",
+            "max_images",
+            "max_image_bytes",
+            "max_image_pixels",
+            "feature_cache_bytes",
         ):
             _positive(name, getattr(self, name))
         for name in (

@@ -16,10 +16,10 @@ import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from anaphora.core import BlockPool, CacheManager, Request
-from anaphora.core.hashing import pack_tokens
+from anaphora.core.hashing import ExtraKey, ExtraKeyKind, lora_key, pack_tokens, salt_key
 from anaphora.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -37,9 +37,16 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return [draw.randrange(49152) for _ in range(num_tokens)]
 
 
-def one_request(cache: CacheManager, name: str, tokens: list[int]) -> dict[str, float]:
+def extra_keys(num_tokens: int) -> list[ExtraKey]:
+    """A salt, an adapter, and an image that spans eight blocks in each 32."""
+    num_blocks = num_tokens // BLOCK_SIZE
+    images = [ExtraKey(ExtraKeyKind.MULTIMODAL, bytes(40), index) for index in range(num_blocks) if index % 32 < 8]
+    return [salt_key("bench"), lora_key("ab" * 32), *images]
+
+
+def one_request(cache: CacheManager, name: str, tokens: list[int], keys: Sequence[ExtraKey] = ()) -> dict[str, float]:
     """The life of one request in the cache, each part timed. Seconds."""
-    request = Request(name, tokens, PARAMS)
+    request = Request(name, tokens, PARAMS, extra_keys=keys)
     parts = {"pack": timed(lambda: pack_tokens(tokens))}
     parts["hash"] = timed(lambda: cache.register(request))
     start = time.perf_counter()
@@ -54,27 +61,31 @@ def one_request(cache: CacheManager, name: str, tokens: list[int]) -> dict[str, 
     return parts
 
 
-def measure(num_tokens: int, num_blocks: int, hit: bool, full_pool: bool, repeats: int) -> dict[str, float | int | str]:
+def measure(
+    num_tokens: int, num_blocks: int, hit: bool, full_pool: bool, repeats: int, keyed: bool = False
+) -> dict[str, float | int | str]:
     cache = CacheManager(num_blocks, BLOCK_SIZE, root=bytes(32))
     if full_pool:  # every block cached, so that each allocation evicts
         fill = min(100_000, num_blocks * BLOCK_SIZE)
         for number in range(-(-num_blocks * BLOCK_SIZE // fill)):
             one_request(cache, "fill", prompt(10**6 + number, fill))
-    tokens = prompt(1, num_tokens)
+    tokens, keys = prompt(1, num_tokens), extra_keys(num_tokens) if keyed else []
     if hit:
-        one_request(cache, "warm", tokens)
+        one_request(cache, "warm", tokens, keys)
     rows = []
     for number in range(repeats):
         text = list(tokens) if hit else prompt(2 + number, num_tokens)
         gc.collect()
-        rows.append(one_request(cache, "r", text))
+        rows.append(one_request(cache, "r", text, keys))
     assert all(row["hit_blocks"] == ((num_tokens - 1) // BLOCK_SIZE if hit else 0) for row in rows)
     num = num_tokens // BLOCK_SIZE
     parts = ("pack", "hash", "look_up", "allocate", "commit", "free")
     result: dict[str, float | int | str] = {
         "prompt_tokens": num_tokens,
         "pool_blocks": num_blocks,
-        "case": ("hit" if hit else "miss") + (", pool full of cached blocks" if full_pool else ""),
+        "case": ("hit" if hit else "miss")
+        + (", pool full of cached blocks" if full_pool else "")
+        + (", extra keys" if keyed else ""),
     }
     for part in parts:
         result[f"{part}_us_per_block"] = statistics.median(row[part] for row in rows) / num * 1e6
@@ -121,10 +132,16 @@ def main() -> None:
     repeats = 5 if args.quick else 21
     pools = (10_000,) if args.quick else (10_000, 1_000_000)
     rows = [
-        measure(num_tokens, num_blocks, hit, full, repeats)
+        measure(num_tokens, num_blocks, hit, full, repeats, keyed)
         for num_blocks in pools
         for num_tokens in (1_000, 8_000, 100_000)
-        for hit, full in ((False, False), (False, True), (True, False))
+        for hit, full, keyed in (
+            (False, False, False),
+            (False, True, False),
+            (True, False, False),
+            (False, False, True),
+            (True, False, True),
+        )
     ]
     sha256_us = calibration()
     pool_rows = [construction(num_blocks) for num_blocks in (10_000, 1_000_000)]

@@ -26,12 +26,17 @@ from anaphora.engine.protocols import Tokenizer
 from anaphora.engine.recorder import TraceRecorder, check_recordable
 from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.executor import TorchExecutor
+from anaphora.runtime.feature_prompts import FeaturePrompts, rows_size
+from anaphora.runtime.features import FeatureStore
 from anaphora.runtime.grammar_llguidance import LLGuidanceGrammars
 from anaphora.runtime.kv_cache import bytes_per_block
 from anaphora.runtime.lora.files import AdapterReader
 from anaphora.runtime.model import LoadedModel, load_model
 from anaphora.runtime.sources.progress import Progress
 from anaphora.runtime.state_cache import state_bytes
+from anaphora.runtime.vision import VisionModel
+from anaphora.runtime.vision_agreement import check_vision
+from anaphora.runtime.vision_images import ImageLimits
 from anaphora.runtime.warm_up import warm_up
 
 _logger = logging.getLogger(__name__)
@@ -109,6 +114,10 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         pin_limits=PinLimits(config.max_pinned_share, config.max_pinned_share_per_tenant),
         what_if=WhatIf(num_blocks, config.block_size) if config.enable_prefix_caching else None,
     )
+    hidden_size = rows_size(module)
+    vision = None if loaded.processor is None else VisionModel(module, loaded.processor)
+    if vision is not None:
+        check_vision(module, layout, vision)
     with bars.stage("checking how the model runs; the first time compiles kernels", brief=True):
         executor = TorchExecutor(
             module,
@@ -122,6 +131,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
             num_state_slots=num_state_slots,
             fast_forward=config.fast_forward,
             grammars=grammars,
+            features=FeatureStore(None if vision is None else vision.encode, config.feature_cache_bytes),
         )
     if config.warm_up:
         begin_s = time.perf_counter()
@@ -154,6 +164,15 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         adapters=adapters,
         recorder=_recorder(config, cache.root),
         identity=identity,
+        prompt_reader=FeaturePrompts(
+            vision,
+            ImageLimits(config.max_images, config.max_image_bytes, config.max_image_pixels),
+            block_size=config.block_size,
+            vocab_size=layout.vocab_size,
+            hidden_size=hidden_size,
+            dtype=module.dtype,
+            max_tokens=min(max_model_len, cache.capacity_tokens),
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from anaphora.engine.outputs import RequestOutput, StepOutput
 class Choices:
     """Gathers the outputs of `count` requests for the same prompt, each known by its index."""
 
-    def __init__(self, count: int, prompt: str | Sequence[int]) -> None:
+    def __init__(self, count: int, prompt: str | Sequence[int] | None) -> None:
         self._prompt = prompt if isinstance(prompt, str) else None
         self._outputs: list[RequestOutput | None] = [None] * count
 

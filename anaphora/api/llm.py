@@ -25,6 +25,8 @@ from anaphora.config import EngineConfig
 from anaphora.engine.adapters import AdapterInfo
 from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
+from anaphora.engine.image_parts import chat_prompt, without_images
+from anaphora.engine.multimodal import PreparedPrompt, text_of
 from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.protocols import Tokenizer
 from anaphora.engine.ttft import TtftParts
@@ -116,7 +118,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """As generate, for one conversation or several, rendered by the model's chat template.
 
-        messages: a list of {"role": ..., "content": ...}, or a list of such lists. tools: as the template wants them.
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists; where the model reads images, a
+        content may be a list of parts with images among them (docs/multimodal.md). tools: as the template wants them.
         """
         todo = conversation_list(messages)
         params = per_request("sampling_params", _or_default(sampling_params), len(todo))
@@ -188,6 +191,15 @@ class LLM:
         """Forget a name; streams that run with it go on. Raises UnknownAdapterError."""
         return self.engine.unload_adapter(name)
 
+    def forget(
+        self, *, salt: CacheSalt | None = None, adapter: str | None = None, prefix: str | Sequence[int] | None = None
+    ) -> int | None:
+        """No later request finds what is cached of one salt, one adapter, or one prefix; see Engine.forget.
+
+        Returns how many tokens of the prefix count: those of its full blocks. Raises RequestError.
+        """
+        return self.engine.forget(salt=salt, adapter=adapter, prefix=prefix)
+
     def update_weights(
         self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, abort_running: bool = False
     ) -> bytes:
@@ -246,9 +258,14 @@ class LLM:
         request_ids: list[str],
     ) -> None:
         arrival_s = self.engine.clock()  # rendering is part of the time to the first token
-        text = render_chat(self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        render = partial(render_chat, self.tokenizer, tools=tools, add_generation_prompt=add_generation_prompt)
+        prompt: Prompt | PreparedPrompt
+        if self.engine.image_token is None:
+            prompt = render(without_images(messages))
+        else:
+            prompt = chat_prompt(self.engine, messages, render)
         self._add(
-            text,
+            prompt,
             params,
             cache_salt,
             priority,
@@ -261,7 +278,7 @@ class LLM:
 
     def _add(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PreparedPrompt,
         params: SamplingParams,
         cache_salt: CacheSalt | None,
         priority: int,
@@ -277,7 +294,7 @@ class LLM:
         choices = (
             params.choices() if isinstance(params, SamplingParams) else [params]
         )  # anything else is refused by add_request
-        gathered = Choices(len(choices), prompt)
+        gathered = Choices(len(choices), text_of(prompt))
 
         def receive_choice(index: int, step: StepOutput) -> None:
             receive(gathered.add(index, step))

@@ -12,14 +12,15 @@ from typing import Any
 from anaphora.engine.chat_template import Message
 from anaphora.errors import InvalidParameterError
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with images or rows of embeddings (docs/multimodal.md)."""
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text, or a sequence of integers) as a list of one; several as they are. No prompts is a list too."""
-    if isinstance(prompts, str) or getattr(prompts, "ndim", 0) == 1:
+    """One prompt (text, integers, or a dict) as a list of one; several as they are. No prompts is a list too."""
+    if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 0) == 1:
         return [prompts]  # type: ignore[list-item]
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise InvalidParameterError(
             f"prompts must be a string, a list of token ids, or a list of those, got {type(prompts).__name__}"
         )

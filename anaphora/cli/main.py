@@ -19,6 +19,7 @@ from anaphora.cli import console
 from anaphora.cli.bench import bench
 from anaphora.cli.chat import chat
 from anaphora.cli.demo import demo
+from anaphora.cli.forget import forget
 from anaphora.cli.generate import generate
 from anaphora.cli.models import models
 from anaphora.cli.serve import serve
@@ -78,7 +79,7 @@ def _options(
     pass
 
 
-for _command in (generate, chat, serve, demo, models, simulate, bench, top):
+for _command in (generate, chat, serve, demo, models, simulate, bench, top, forget):
     app.command()(_command)
 
 

@@ -97,6 +97,10 @@ class EngineOptions:
         "max_loras"
     ]
     max_lora_rank: Annotated[int, _engine(help="The largest rank of a LoRA adapter.")] = _ENGINE["max_lora_rank"]
+    max_images: Annotated[int, _engine(help="Most images in one prompt.")] = _ENGINE["max_images"]
+    max_image_bytes: Annotated[int, _engine(help="Largest image file.")] = _ENGINE["max_image_bytes"]
+    max_image_pixels: Annotated[int, _engine(help="Most pixels of one image.")] = _ENGINE["max_image_pixels"]
+    feature_cache_bytes: Annotated[int, _engine(help="Memory for encoded images.")] = _ENGINE["feature_cache_bytes"]
     fast_forward: Annotated[
         bool,
         _engine("--fast-forward/--no-fast-forward", help="Run known decoders in our own loop, or in transformers'."),

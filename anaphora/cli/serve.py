@@ -55,6 +55,15 @@ class ServerOptions:
     open_metrics: Annotated[
         bool, _option("--open-metrics", help="Let anybody read /metrics, in spite of a key file.")
     ] = _SERVER["open_metrics"]
+    allow_remote_images: Annotated[
+        bool, _option("--allow-remote-images", help="Fetch images by http(s) URLs, from public addresses only.")
+    ] = _SERVER["allow_remote_images"]
+    remote_image_timeout_s: Annotated[
+        float, _option("--remote-image-timeout", help="Most seconds to fetch a request's images.")
+    ] = _SERVER["remote_image_timeout_s"]
+    max_remote_image_bytes: Annotated[int, _option(help="Most bytes of an image that is fetched.")] = _SERVER[
+        "max_remote_image_bytes"
+    ]
     max_queue: Annotated[int, _option(help="Requests that may wait besides those that run.")] = _SERVER["max_queue"]
     request_timeout_s: Annotated[float, _option("--request-timeout", help="Most seconds of one request.")] = _SERVER[
         "request_timeout_s"

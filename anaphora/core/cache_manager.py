@@ -10,17 +10,18 @@ of recurrent state are found by the lineages of the spine; when it forgets a beg
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.busy_prefixes import BusyPrefixes
 from anaphora.core.capacity import Capacity
-from anaphora.core.chain_memo import ChainMemo
+from anaphora.core.chain_maker import ChainMaker
 from anaphora.core.checkpoints import Checkpoints
 from anaphora.core.eviction import PolicyFactory
 from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.groups import CacheLayout
-from anaphora.core.hashing import BlockChain, HashFunction, sha256
+from anaphora.core.hashing import ExtraKey, HashFunction, sha256
 from anaphora.core.hit import NO_HIT, Hit, accepted_hit
 from anaphora.core.ids import BlockId, Lineage, RequestId, StateSlot, cdiv
 from anaphora.core.prefix_index import NO_LINEAGE
@@ -87,23 +88,29 @@ class CacheManager:
         self._nothing_staged = Staged([])
         self.what_if = what_if
         self.busy_prefixes = BusyPrefixes()
-        self._root = root
-        self._hash_function = hash_function
-        self._memo = ChainMemo(max_blocks=self.spine.num_blocks)
+        self.chains = ChainMaker(root, block_size, hash_function, max_memo_blocks=self.spine.num_blocks)
         self._tables: dict[RequestId, list[BlockId]] = {}
         self._now_s = 0.0
 
     @property
     def root(self) -> bytes:
         """Digest of what the model is: the parent of every first block."""
-        return self._root
+        return self.chains.root
 
     def replace_root(self, root: bytes) -> None:
         """The model is another one from now on. O(1): later requests hang from this root and find nothing of before.
 
         The blocks of the old root stay where they are until they are evicted; requests registered before keep it.
         """
-        self._root = root
+        self.chains.root = root
+
+    def forget_prefix(self, tokens: array[int], extra_keys: Sequence[ExtraKey], oldest_alive: int | None) -> int:
+        """No later request finds what begins with the full blocks of these tokens; returns how many tokens they hold.
+
+        oldest_alive: the epoch of the live request that was registered first. Raises InvalidParameterError.
+        """
+        blocks_of = self.spine.index.blocks_of
+        return self.chains.forget_prefix(tokens, extra_keys, lambda name: bool(blocks_of(name)), oldest_alive)
 
     @property
     def capacity_tokens(self) -> int:
@@ -127,8 +134,8 @@ class CacheManager:
     def register(self, request: Request) -> None:
         """Hash the full blocks of what is known of a new request."""
         if self.enable_prefix_caching:
-            request.chain = BlockChain(self._root, self.block_size, self._hash_function, request.extra_keys)
-            self._memo.fill(request.chain, request.tokens)
+            request.chain = self.chains.make(request.tokens, request.extra_keys)
+            request.epoch = self.chains.scopes.last
 
     # -- look-up and admission -----------------------------------------------------------------------------------------
 
@@ -147,7 +154,10 @@ class CacheManager:
         if request.chain is None:
             return NO_HIT
         index = self.spine.index
-        blocks, num_committed = index.find(request.chain, self.max_hit_tokens(request) // self.block_size)
+        limit = self.max_hit_tokens(request) // self.block_size
+        # A chain avoids what was forgotten before it was made, unless its request has generated its way there since.
+        cut = self.chains.scopes.cut(request.chain.hashes, 0, limit, request.epoch)
+        blocks, num_committed = index.find(request.chain, limit if cut is None else cut)
         if self._is_plain:
             return Hit(blocks, num_committed, len(blocks) * self.block_size)
         lineages = [index.lineages[block] for block in blocks]

@@ -47,6 +47,7 @@ class ExtraKeyKind(IntEnum):
     LORA = 2
     MULTIMODAL = 3
     PROMPT_EMBEDDING = 4
+    EPOCH = 5  # of something that was forgotten: core.scopes
 
 
 @dataclass(frozen=True, slots=True)

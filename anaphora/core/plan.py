@@ -19,6 +19,24 @@ from anaphora.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureSpan:
+    """Positions [start, start + length) of a request, whose input is given as rows instead of looked up by token.
+
+    digest: what the executor knows the rows by, in hex. has_tokens: whether the tokens there mean something (an image's
+    placeholders), or only fill the place (rows that the caller gave).
+    """
+
+    start: int
+    length: int
+    digest: str
+    has_tokens: bool = True
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """A request that the executor meets for the first time, or again after preemption.
 
@@ -26,6 +44,7 @@ class Admission:
     seed: resolved per request; the choice at a position depends on it and on the position only.
     end_token_ids: end the request; not to be chosen as one of the first `sampling.min_tokens` outputs.
     adapter: digest of the LoRA adapter that every token of it is computed with, None for the model itself.
+    features: what stands in the prompt instead of token embeddings, ascending and apart.
     """
 
     request_id: RequestId
@@ -35,6 +54,7 @@ class Admission:
     seed: int
     end_token_ids: frozenset[int] = frozenset()
     adapter: str | None = None
+    features: tuple[FeatureSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 from anaphora.core.hashing import BlockChain, ExtraKey, pack_tokens
 from anaphora.core.ids import RequestId, TokenId
+from anaphora.core.plan import FeatureSpan
 from anaphora.errors import EmptyPromptError, InvalidTokenError
 from anaphora.sampling_params import SamplingParams
 
@@ -32,8 +33,9 @@ class Request:
     num_cached_tokens: the hit at first admission; never changes after. num_computed_tokens: tokens whose K/V are in the
     pool now. furthest_computed: the most that it ever was, so that what is computed again after a preemption is told
     apart. adapter: digest of its LoRA adapter, which is among the extra_keys, too. chain is None where prefix caching
-    is off. on_state: told of every state as it is entered, by whoever has a clock; it must not call back. tenant: whose
-    pins its own count among; None has no limit of its own.
+    is off. epoch: what had been forgotten when the chain was made (core.scopes). on_state: told of every state as it is
+    entered, by whoever has a clock; it must not call back. tenant: whose pins its own count among; None has no limit of
+    its own.
     Raises EmptyPromptError, InvalidTokenError.
     """
 
@@ -42,7 +44,9 @@ class Request:
         "arrival",
         "chain",
         "eos_token_ids",
+        "epoch",
         "extra_keys",
+        "features",
         "finish_reason",
         "furthest_computed",
         "num_cached_tokens",
@@ -73,6 +77,7 @@ class Request:
         priority: int = 0,
         extra_keys: Iterable[ExtraKey] = (),
         adapter: str | None = None,
+        features: tuple[FeatureSpan, ...] = (),
         eos_token_ids: frozenset[int] = frozenset(),
         on_state: Callable[[RequestState], None] | None = None,
         tenant: str | None = None,
@@ -93,9 +98,11 @@ class Request:
         self.priority = priority
         self.extra_keys = tuple(extra_keys)
         self.adapter = adapter
+        self.features = features
         self.eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         self.num_prompt_tokens = len(self.tokens)
         self.chain: BlockChain | None = None
+        self.epoch = 0
         self.state = RequestState.WAITING
         self.on_state = on_state
         self.tenant = tenant

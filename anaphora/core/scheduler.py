@@ -15,15 +15,17 @@ there is room beside it: whoever shares more with it than it has planned follows
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from anaphora.config import SCHEDULING_POLICIES
 from anaphora.core import accounting, limits
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.followers import Followers
+from anaphora.core.hashing import ExtraKey
 from anaphora.core.hit import Hit
 from anaphora.core.ids import RequestId, StateSlot
 from anaphora.core.plan import Admission, SampledToken, ScheduledRequest, StepPlan, StepResult
@@ -214,6 +216,7 @@ class Scheduler:
                     request.seed,
                     request.end_token_ids,
                     request.adapter,
+                    request.features,
                 )
             )
             num_tokens = self._chunk(request, step.budget)
@@ -352,6 +355,15 @@ class Scheduler:
         for request in reversed(self._running[:]):
             self._preempt(request)
         return self.cache.reset()
+
+    def forget(self, key: ExtraKey) -> None:
+        """No later request finds blocks of this salt or adapter. O(1); those that are alive go on as they are."""
+        self.cache.chains.scopes.forget(key)
+
+    def forget_prefix(self, tokens: array[int], extra_keys: Sequence[ExtraKey]) -> int:
+        """See CacheManager.forget_prefix. Requests that are alive go on as they are."""
+        oldest = min((request.epoch for request in self._requests.values()), default=None)
+        return self.cache.forget_prefix(tokens, extra_keys, oldest)
 
     def stats(self) -> Stats:
         """A snapshot; two of them give a delta."""

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from anaphora.core.busy_prefixes import BusyPrefix
 from anaphora.engine.adapters import AdapterInfo
 from anaphora.engine.engine import Engine
+from anaphora.engine.multimodal import TokenPrompt
 from anaphora.engine.outputs import EngineStats, StepOutput
 from anaphora.engine.ttft import NOTHING_BEFORE, TtftParts
 from anaphora.errors import EngineStoppedError, UnknownRequestError
@@ -42,7 +43,7 @@ _P = ParamSpec("_P")
 class NewRequest:
     """What `Engine.add_request` needs of one request, tokenised already."""
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: TokenPrompt
     sampling: SamplingParams
     cache_salt: CacheSalt | None = None
     priority: int = 0
@@ -207,6 +208,14 @@ class AsyncEngine:
         """See Engine.busiest_prefixes. Raises EngineStoppedError."""
         done: asyncio.Future[list[BusyPrefix]] = self._loop.create_future()
         self._call(lambda: self.engine.busiest_prefixes(count), done)
+        return await done
+
+    async def forget(
+        self, *, salt: CacheSalt | None = None, adapter: str | None = None, prefix: Sequence[int] | None = None
+    ) -> int | None:
+        """As Engine.forget, for token ids. Raises RequestError, EngineStoppedError."""
+        done: asyncio.Future[int | None] = self._loop.create_future()
+        self._call(lambda: self.engine.forget(salt=salt, adapter=adapter, prefix=prefix), done)
         return await done
 
     async def update_weights(

@@ -5,9 +5,11 @@ Knows a scheduler's limits, what an executor offers, and a tokenizer; must not k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from anaphora.core.scheduler import Scheduler
+from anaphora.engine.multimodal import PreparedPrompt, Prompt, PromptReader
 from anaphora.engine.prompt_check import check_grammar, encode
 from anaphora.engine.protocols import Executor, GrammarChecker, Tokenizer
 from anaphora.errors import InvalidParameterError
@@ -23,12 +25,14 @@ class Capabilities:
         executor: Executor,
         tokenizer: Tokenizer | None,
         grammars: GrammarChecker | None,
+        prompt_reader: PromptReader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = executor.vocab_size
         self._scheduler = scheduler
         self._executor = executor
         self._grammars = grammars
+        self._prompt_reader = prompt_reader
 
     @property
     def max_model_len(self) -> int | None:
@@ -88,6 +92,34 @@ class Capabilities:
             raise InvalidParameterError("pooling needs hidden states, and this executor computes none")
         check(sampling.pooling)
 
-    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> Sequence[int]:
-        """The token ids of a text prompt; token ids as they are. Raises InvalidParameterError."""
+    @property
+    def image_token(self) -> str | None:
+        """What stands in a text prompt for each image; None if the model reads no images."""
+        return None if self._prompt_reader is None else self._prompt_reader.image_token
+
+    def check_num_images(self, count: int, field: str) -> None:
+        """Raises InvalidParameterError if they are too many for one prompt."""
+        most = 0 if self._prompt_reader is None else self._prompt_reader.max_images
+        if count > most:
+            raise InvalidParameterError(f"{field} has {count} images, at most {most} are allowed (max_images)")
+
+    def read_prompt(self, prompt: Mapping[str, Any], *, add_special_tokens: bool = True) -> PreparedPrompt:
+        """A prompt with images or rows of embeddings, ready for `add_request`, which does it too; docs/multimodal.md.
+
+        Slow, and allowed on any thread. Raises InvalidParameterError, InvalidTokenError, EmptyPromptError,
+        PromptTooLongError.
+        """
+        if self._prompt_reader is None:
+            raise InvalidParameterError("a prompt must be a string or a list of token ids: this engine takes no other")
+        return self._prompt_reader.read(prompt, add_special_tokens=add_special_tokens)
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Sequence[int] | PreparedPrompt:
+        """The token ids of a text prompt; token ids as they are; anything else made ready.
+
+        Raises InvalidParameterError, and what `read_prompt` raises.
+        """
+        if isinstance(prompt, PreparedPrompt):
+            return prompt
+        if isinstance(prompt, Mapping):
+            return self.read_prompt(prompt, add_special_tokens=add_special_tokens)
         return encode(prompt, self.tokenizer, add_special_tokens=add_special_tokens)

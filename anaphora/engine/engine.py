@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from types import MappingProxyType
@@ -27,6 +28,14 @@ from anaphora.core.scheduler import RequestUpdate, Scheduler
 from anaphora.engine.adapters import Adapter, AdapterInfo, AdapterRegistry
 from anaphora.engine.capabilities import Capabilities
 from anaphora.engine.live_request import LiveRequest
+from anaphora.engine.multimodal import (
+    NO_FEATURES,
+    FeatureHolder,
+    PreparedPrompt,
+    Prompt,
+    PromptReader,
+    check_features,
+)
 from anaphora.engine.one_at_a_time import OneAtATime, exclusive
 from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
 from anaphora.engine.prompt_check import check_priority, check_sampling, check_token_ids
@@ -34,10 +43,17 @@ from anaphora.engine.protocols import Clock, Executor, GrammarChecker, HoldsWeig
 from anaphora.engine.recorder import TraceRecorder
 from anaphora.engine.seeds import DrawnSeeds
 from anaphora.engine.ttft import NOTHING_BEFORE, TtftClock, TtftParts
-from anaphora.errors import DuplicateRequestError, InvalidParameterError, UnknownRequestError, WeightsError
-from anaphora.salt_regions import CacheSalt
+from anaphora.errors import (
+    DuplicateRequestError,
+    InvalidParameterError,
+    UnknownAdapterError,
+    UnknownRequestError,
+    WeightsError,
+)
+from anaphora.salt_regions import CacheSalt, SaltRegions
 from anaphora.sampling_params import SamplingParams
 
+_DIGEST = re.compile("[0-9a-f]{64}")
 _logger = logging.getLogger(__name__)
 
 
@@ -47,7 +63,8 @@ class Engine(Capabilities):
     tokenizer: None takes and gives token ids only. eos_token_ids: the model's end tokens. seed: requests without a seed
     draw theirs from it, by a counter, so the same calls give the same outputs. clock: seconds; see RequestMetrics.
     grammars: None refuses structured output. recorder: is told of every request that ends. adapters: None refuses LoRA
-    adapters. identity: the fields of which the cache's root is the digest.
+    adapters. identity: the fields of which the cache's root is the digest. prompt_reader: None takes text and token ids
+    only.
     """
 
     def __init__(
@@ -63,8 +80,9 @@ class Engine(Capabilities):
         recorder: TraceRecorder | None = None,
         adapters: AdapterRegistry | None = None,
         identity: Mapping[str, str] | None = None,
+        prompt_reader: PromptReader | None = None,
     ) -> None:
-        super().__init__(scheduler, executor, tokenizer, grammars)
+        super().__init__(scheduler, executor, tokenizer, grammars, prompt_reader)
         self.clock = clock
         self._eos_token_ids = eos_token_ids
         self._seeds = DrawnSeeds(seed)
@@ -88,7 +106,7 @@ class Engine(Capabilities):
     def add_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: SamplingParams,
         *,
         cache_salt: CacheSalt | None = None,
@@ -101,7 +119,8 @@ class Engine(Capabilities):
     ) -> None:
         """Queue a request; `step` runs it. If this raises, nothing of the request is kept.
 
-        prompt: text, or token ids in [0, vocab_size). cache_salt: shares cached blocks only with requests of the same
+        prompt: text, token ids in [0, vocab_size), a dict with images or rows of embeddings, or what `read_prompt`
+        gave for one (docs/multimodal.md). cache_salt: shares cached blocks only with requests of the same
         salt, or, given as SaltRegions, from some token on. priority: lower first, under the `priority` policy.
         arrival_s: when the request arrived by the engine's clock, if that was before this call. before: what was done
         with it since then; the rest of that time it has waited. add_special_tokens: the tokenizer's own, such as a BOS;
@@ -122,10 +141,13 @@ class Engine(Capabilities):
         arrival_s = begin_s if arrival_s is None else arrival_s
         ttft = TtftClock(self.clock, begin_s, arrival_s, before)
         ttft.enter("tokenize_s")
-        token_ids = check_token_ids(self.encode(prompt, add_special_tokens=add_special_tokens), self.vocab_size)
+        encoded = self.encode(prompt, add_special_tokens=add_special_tokens)
+        given = encoded if isinstance(encoded, PreparedPrompt) else NO_FEATURES
+        token_ids = check_token_ids(encoded if given is NO_FEATURES else given.token_ids, self.vocab_size)
+        check_features(given, sampling)
         ttft.enter("other_s")
-        extra_keys = salt_keys(cache_salt, self.block_size)
-        with self._pinned(adapter) as digest:
+        extra_keys = (*salt_keys(cache_salt, self.block_size), *given.extra_keys)
+        with self._pinned(adapter) as digest, self._held(given.sources):
             request = Request(
                 request_id,
                 pack_tokens(token_ids),
@@ -134,11 +156,12 @@ class Engine(Capabilities):
                 priority=check_priority(priority),
                 extra_keys=extra_keys if digest is None else (*extra_keys, lora_key(digest)),
                 adapter=digest,
+                features=given.spans,
                 eos_token_ids=self._eos_token_ids,
                 on_state=ttft.enter_state,
                 tenant=tenant,
             )
-            text = prompt if isinstance(prompt, str) else None
+            text = prompt if isinstance(prompt, str) else given.text
             live = LiveRequest(request, text, self.tokenizer, arrival_s, ttft)
             ttft.enter("lookup_s")
             self._scheduler.add(request)
@@ -175,6 +198,8 @@ class Engine(Capabilities):
             self.recorder.record(live.request, live.arrival_s)
         if live.request.adapter is not None:
             self._registry.unpin(live.request.adapter)
+        if live.request.features:
+            self._feature_holder.release_features(dict.fromkeys(span.digest for span in live.request.features))
         return live
 
     @property
@@ -322,6 +347,25 @@ class Engine(Capabilities):
             raise InvalidParameterError("this engine was made without LoRA adapters: build it with build_engine or LLM")
         return self._adapters
 
+    @property
+    def _feature_holder(self) -> FeatureHolder:
+        if not isinstance(self._executor, FeatureHolder):
+            raise InvalidParameterError("this engine's executor takes tokens only: build the engine over a model")
+        return self._executor
+
+    @contextmanager
+    def _held(self, sources: Mapping[str, Any]) -> Iterator[None]:
+        """Until `_forget`, if the block succeeds."""
+        if not sources:
+            yield
+            return
+        self._feature_holder.add_features(sources)
+        try:
+            yield
+        except BaseException:
+            self._feature_holder.release_features(sources)
+            raise
+
     def _pinned(self, adapter: str | None) -> AbstractContextManager[str | None]:
         return nullcontext() if adapter is None else self._registry.pinned(adapter)
 
@@ -339,6 +383,46 @@ class Engine(Capabilities):
     def busiest_prefixes(self, count: int) -> list[BusyPrefix]:
         """The cached beginnings that saved the most tokens since the engine began, most first."""
         return self._scheduler.cache.busy_prefixes.busiest(count)
+
+    @exclusive
+    def forget(
+        self,
+        *,
+        salt: CacheSalt | None = None,
+        adapter: str | None = None,
+        prefix: str | Sequence[int] | None = None,
+        add_special_tokens: bool = True,
+    ) -> int | None:
+        """No request that comes later finds what is cached of one salt, one adapter, or one prefix. O(1), or O(prefix).
+
+        salt alone: a text; every block computed under it, wherever it began. adapter alone: a loaded name, or a digest
+        in hex; under whatever name and salt. prefix: text or token ids; what begins with its full blocks, under this
+        salt and this adapter exactly. Returns how many tokens these blocks hold, None without a prefix.
+
+        Requests that are alive go on and stay exact; what they compute cannot be found later either. The K/V stay in
+        memory until their blocks are reused. Raises RequestError.
+        """
+        digest = None if adapter is None else self._digest_of(adapter)
+        salted = salt_keys(salt, self.block_size)
+        keys = salted if digest is None else (*salted, lora_key(digest))
+        if prefix is not None:
+            token_ids = check_token_ids(self.encode(prefix, add_special_tokens=add_special_tokens), self.vocab_size)
+            return self._scheduler.forget_prefix(pack_tokens(token_ids), keys)
+        if isinstance(salt, SaltRegions):
+            raise InvalidParameterError("a salt is forgotten wherever it begins: give it as a string")
+        if len(keys) != 1:
+            raise InvalidParameterError("forget one thing at a time: a salt, an adapter, or a prefix")
+        self._scheduler.forget(keys[0])
+        return None
+
+    def _digest_of(self, adapter: str) -> str:
+        """What a loaded name stands for; a digest as it is. Raises UnknownAdapterError."""
+        named = {info.name: info.digest for info in self.adapters}
+        if isinstance(adapter, str) and (adapter in named or _DIGEST.fullmatch(adapter)):
+            return named.get(adapter, adapter)
+        raise UnknownAdapterError(
+            f"no adapter named {adapter!r} is loaded: name one that is, or give its digest in hex"
+        )
 
     @exclusive
     def update_weights(

@@ -5,6 +5,7 @@ Turns tokens into outputs. It must not decide when a request runs; it only says 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from anaphora.core.plan import Embedding, SampledToken
@@ -89,7 +90,14 @@ class LiveRequest:
         """
         if self._prompt_logprobs is not None:
             for token in tokens[len(self._prompt_logprobs) - first :]:
-                self._prompt_logprobs.append(self._entry(token, self._decoded_prompt_tokens))
+                is_row = self._is_row(len(self._prompt_logprobs))
+                self._prompt_logprobs.append(None if is_row else self._entry(token, self._decoded_prompt_tokens))
+
+    def _is_row(self, position: int) -> bool:
+        """Whether the caller gave a row there: it has no probability, as it is no token."""
+        features = self.request.features
+        span = bisect_right(features, position, key=lambda span: span.start) - 1
+        return span >= 0 and not features[span].has_tokens and position < features[span].stop
 
     def _new_prompt_logprobs(self) -> PromptLogprobs | None:
         """For the first StepOutput only."""

@@ -21,7 +21,8 @@ from anaphora.runtime.sampler import SamplingRow, TokenCounts
 class AdmittedRequest:
     """row: in the block tables, once it has one. prompt: its tokens, None unless their log-probabilities are wanted.
 
-    pooler: None unless an embedding is wanted. adapter: what every token of it is computed with.
+    pooler: None unless an embedding is wanted. adapter: what every token of it is computed with. features:
+    what stands in it instead of token embeddings.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class AdmittedRequest:
         "_may_end_at",
         "_seed",
         "adapter",
+        "features",
         "pooler",
         "prompt",
         "row",
@@ -47,6 +49,7 @@ class AdmittedRequest:
         sampling, num_prompt_tokens = admission.sampling, admission.num_prompt_tokens
         self.row = -1
         self.adapter: Adapter | None = None
+        self.features = admission.features
         self.sampling = sampling
         self.prompt = None if sampling.prompt_logprobs is None else admission.token_ids[:num_prompt_tokens]
         self.pooler = None if sampling.pooling is None else Pooler(sampling.pooling, num_prompt_tokens)

@@ -22,11 +22,12 @@ from anaphora.runtime.architecture import ModelLayout, check_context
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.fast_forward import make_forward
+from anaphora.runtime.features import FeatureStore, Source, input_rows
 from anaphora.runtime.grammar import GrammarError, GrammarFactory
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache, bytes_per_token
 from anaphora.runtime.lora.adapter import Adapter
-from anaphora.runtime.lora.context import adapter_context
+from anaphora.runtime.lora.context import AdapterStacks
 from anaphora.runtime.pooling import check_dimensions, trained_dimensions
 from anaphora.runtime.recurrent import state_context
 from anaphora.runtime.sampler import SamplingRow, report, sample
@@ -45,7 +46,7 @@ class TorchExecutor:
     max_table_len: most tokens of one request, for the size of the block tables; None takes the layout's max_model_len.
     num_state_slots: checkpoints of recurrent state. dtype: of the pool. device: of the module and the pool.
     fast_forward: run decoders of a known structure without the library's layers; the results are the same.
-    grammars: for structured output; None has none.
+    grammars: for structured output; None has none. features: what stands in prompts instead of tokens; None takes none.
 
     The module's forward is used as it is; its settings are untouched between calls.
     Raises UnsupportedModelError.
@@ -65,6 +66,7 @@ class TorchExecutor:
         device: torch.device | str,
         fast_forward: bool = True,
         grammars: GrammarFactory | None = None,
+        features: FeatureStore | None = None,
     ) -> None:
         device = torch.device(device)
         module.train(False)
@@ -87,7 +89,9 @@ class TorchExecutor:
         self._trained_dimensions = trained_dimensions(module.config)
         self._requests: dict[RequestId, AdmittedRequest] = {}
         self._adapters: dict[str, Adapter] = {}  # by digest
+        self._stacks = AdapterStacks()
         self._weights = LiveWeights(module)
+        self.features = features or FeatureStore(None, 0)
 
     def prepare_weights(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> WeightUpdate:
         """Check tensors that are to replace the model's own; see runtime.weights. Raises WeightsError."""
@@ -100,6 +104,15 @@ class TorchExecutor:
     def remove_adapter(self, digest: str) -> None:
         """No later plan admits a request with it. Those that were admitted keep it."""
         del self._adapters[digest]
+        self._stacks.clear()
+
+    def add_features(self, sources: Mapping[str, Source]) -> None:
+        """One more request whose plans may name these by digest."""
+        self.features.hold(sources)
+
+    def release_features(self, digests: Iterable[str]) -> None:
+        """One request less."""
+        self.features.release(digests)
 
     @property
     def num_groups(self) -> int:
@@ -134,6 +147,7 @@ class TorchExecutor:
         for admission in plan.admitted:
             self._admit(admission)
         self._weights.check_current()
+        self.features.follow(self._weights.history)
         states = [self._requests[request.request_id] for request in plan.scheduled]
         rows = [state.row for state in states]
         self._tables.append([(row, request.new_block_ids) for row, request in zip(rows, plan.scheduled, strict=True)])
@@ -143,8 +157,11 @@ class TorchExecutor:
         try:
             states_context = state_context(self._states, inputs.sequences)
             context = PagedContext(self.cache, self._layout.layers, inputs.groups, states_context)
-            adapters = adapter_context([state.adapter for state in states], inputs)
-            logits, hidden = self._forward(inputs.input_ids, inputs.position_ids, inputs.sample_rows, context, adapters)
+            adapters = self._stacks.context([state.adapter for state in states], inputs)
+            given = input_rows(plan.scheduled, [state.features for state in states], inputs, self.features)
+            logits, hidden = self._forward(
+                inputs.input_ids, inputs.position_ids, inputs.sample_rows, context, adapters, given
+            )
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
             failed = self._find_failed(plan.scheduled, inputs, logits, hidden)
             scores = self._score(plan.scheduled, states, inputs, hidden, failed)

@@ -21,6 +21,7 @@ from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
 from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project, recognise
+from anaphora.runtime.features import InputRows
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
@@ -48,6 +49,7 @@ class Forward(Protocol):
         keep: torch.Tensor,
         context: AttentionContext,
         adapters: AdapterContext | None = None,
+        rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -77,9 +79,10 @@ class FastForward:
         keep: torch.Tensor,
         context: AttentionContext,
         adapters: AdapterContext | None = None,
+        rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if adapters is not None or self._is_changed():
-            return self._library(input_ids, position_ids, keep, context, adapters)
+        if adapters is not None or rows or self._is_changed():
+            return self._library(input_ids, position_ids, keep, context, adapters, rows)
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
         rotations = decoder.rotations(hidden, position_ids)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from anaphora.runtime.attention import ATTENTION_NAME, AttentionContext
+from anaphora.runtime.features import InputRows
 from anaphora.runtime.lora.context import AdapterContext
 from anaphora.runtime.recurrent import RecurrentLayers
 
@@ -86,10 +87,11 @@ class PagedForward:
         keep: torch.Tensor,
         context: AttentionContext,
         adapters: AdapterContext | None = None,
+        rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [len(keep), vocab] of the packed tokens `keep`, and the final hidden states [num_tokens, hidden].
 
-        input_ids, position_ids: [1, num_tokens] int64. The hidden states are None if the class hides its decoder.
+        input_ids, position_ids: [1, num_tokens] int64. rows: in place of token embeddings. The hidden states are None if the class hides its decoder.
         """
         with ExitStack() as stack:
             stack.enter_context(self._lock)
@@ -99,8 +101,9 @@ class PagedForward:
             if self._recurrent is not None and context.states is not None:
                 stack.enter_context(self._recurrent.switched(context.states))
             try:
+                given = {"inputs_embeds": self._embed(input_ids, rows)} if rows else {"input_ids": input_ids}
                 output = self._module(
-                    input_ids=input_ids,
+                    **given,
                     position_ids=position_ids,
                     logits_to_keep=keep,
                     use_cache=False,
@@ -109,6 +112,13 @@ class PagedForward:
                 return output.logits[0], self._hidden
             finally:
                 self._hidden = None
+
+    def _embed(self, input_ids: torch.Tensor, rows: InputRows) -> torch.Tensor:
+        """[1, num_tokens, hidden], as the model takes it."""
+        embeddings: torch.Tensor = self._module.get_input_embeddings()(input_ids).clone()
+        for begin, run in rows:
+            embeddings[0, begin : begin + run.shape[0]] = run.to(embeddings.device, embeddings.dtype)
+        return embeddings
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab] of final hidden states [n, hidden]: all that the model does after its decoder.

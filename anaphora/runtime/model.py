@@ -5,6 +5,7 @@ Knows `transformers`; knows nothing of blocks, plans and requests.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from anaphora.config import DTYPES
 from anaphora.errors import ConfigError, ModelFileError, UnknownModelError, UnsupportedModelError
@@ -26,7 +27,7 @@ from anaphora.runtime.sources.digests import (
     tokenizer_digest,
 )
 from anaphora.runtime.sources.disk import default_cache_dir
-from anaphora.runtime.sources.folder import load_folder, load_tokenizer, weight_files
+from anaphora.runtime.sources.folder import load_folder, load_processor, load_tokenizer, weight_files
 from anaphora.runtime.sources.progress import Progress
 from anaphora.runtime.sources.resolve import resolve_model
 
@@ -47,6 +48,7 @@ class LoadedModel:
     identity: what the model is, as plain text: `architecture`, `weights` (digest), `config` (digest), `rope`, `dtype`,
         `quantization`, `tokenizer` (digest). Equal identities compute equal K/V; it holds no path and no name, so a
         copy of a folder has the same identity.
+    processor: makes tokens and pixels of text and images; None if the model is run without images.
     """
 
     name: str
@@ -56,12 +58,13 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     identity: dict[str, str]
+    processor: ProcessorMixin | None = None
 
 
 def load_model(
     model: str | os.PathLike[str] | PreTrainedModel,
     *,
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | ProcessorMixin | None = None,
     dtype: str = "auto",
     device: str | torch.device | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -71,7 +74,8 @@ def load_model(
 
     model: a built-in name, a folder, a GGUF file, a hub id, or a loaded `transformers` causal LM. A loaded one is put
         into eval mode and changed in no other way: a dtype or device that it is not in is refused.
-    tokenizer: a folder, hub id or loaded tokenizer; None takes the model's own, if it has one.
+    tokenizer: a folder, hub id, loaded tokenizer, or the processor of a loaded model that reads images; None takes the
+        model's own, if it has one.
     dtype: `auto` is bfloat16 on CUDA and on CPUs that compute in it, else float32; a loaded model keeps its own.
     device: None takes the CPU, or the device of a loaded model.
     cache_dir: None takes $ANAPHORA_CACHE, $XDG_CACHE_HOME/anaphora or ~/.cache/anaphora.
@@ -84,6 +88,9 @@ def load_model(
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     bars = Progress(progress)
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    processor: Any = None
+    if isinstance(tokenizer, ProcessorMixin):
+        processor, tokenizer = tokenizer, _tokenizer_of(tokenizer)
     if isinstance(model, torch.nn.Module):
         module = _check_module(model, dtype, device)
         name, own_tokenizer, weights = type(module).__name__, None, module_digest(module)
@@ -93,6 +100,7 @@ def load_model(
         target = torch_device(device)
         with bars.stage(f"Loading {name}", brief=True):
             module = load_folder(source.folder, torch_dtype(dtype, target), target)
+            processor = processor or load_processor(source.folder)
             own_tokenizer = load_tokenizer(source.folder) if tokenizer is None else None
             weights = _weights_digest(source.folder, cache)
     else:
@@ -100,6 +108,10 @@ def load_model(
             f"model must be a name, a path or a `transformers` model, got {type(model).__name__}: see anaphora models"
         )
     chosen = own_tokenizer if tokenizer is None else _resolve_tokenizer(tokenizer, cache, bars)
+    template = getattr(processor, "chat_template", None)
+    if template and chosen is not None and not chosen.chat_template:
+        chosen = copy.copy(chosen)  # the caller's own stays as it is
+        chosen.chat_template = template
     return LoadedModel(
         name=name,
         module=module,
@@ -108,7 +120,15 @@ def load_model(
         max_model_len=_max_model_len(module.config),
         eos_token_ids=_eos_token_ids(module, chosen),
         identity=_identity(module, weights, chosen),
+        processor=processor,
     )
+
+
+def _tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
+    tokenizer = getattr(processor, "tokenizer", None)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(f"a {type(processor).__name__} has no tokenizer: give the processor of the model")
+    return tokenizer
 
 
 def torch_device(device: str | torch.device | None) -> torch.device:

@@ -35,8 +35,9 @@ from anaphora.server.fields import (
     TokenizeFields,
     UnloadAdapterFields,
 )
+from anaphora.server.forget import ForgetFields, forget_prefix_cache
 from anaphora.server.generation import GenerationEndpoint, Job, Places
-from anaphora.server.json_endpoint import Answer, JsonEndpoint
+from anaphora.server.json_endpoint import Answer, JsonEndpoint, ToCaller
 from anaphora.server.metrics import CONTENT_TYPE, Metrics
 from anaphora.server.openapi import ANSWERS_AT_ONCE, GENERATES, REFUSES_BODIES, Operation, describe
 from anaphora.server.responses import prepare_response
@@ -141,6 +142,11 @@ def _operations(service: Service, places: Places) -> list[Operation]:
         Operation(
             "POST", "/reset_prefix_cache", reset, "Forget everything cached.", access="admin",
             body=ResetFields, body_is_optional=True, statuses=(*REFUSES_BODIES, 409, 503, 504),
+        ),
+        Operation(
+            "POST", "/forget_prefix_cache", JsonEndpoint(service, ToCaller(forget_prefix_cache)),
+            "Let nobody find what is cached of a prompt, a salt, an adapter or a tenant.",
+            body=ForgetFields, statuses=(*REFUSES_BODIES, 403, 503, 504),
         ),
         Operation(
             "POST", "/v1/load_lora_adapter", JsonEndpoint(service, load_adapter, needs_admin=True),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from anaphora.engine.multimodal import PreparedPrompt, TokenPrompt
 from anaphora.engine.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.arrival import Arrival
@@ -29,7 +30,7 @@ class ChatJob(ChoicesJob):
     names = _NAMES
 
     def __init__(
-        self, service: Service, fields: ChatFields, arrival: Arrival, prompt: Sequence[int], params: SamplingParams
+        self, service: Service, fields: ChatFields, arrival: Arrival, prompt: TokenPrompt, params: SamplingParams
     ) -> None:
         super().__init__(service, fields, arrival, [prompt], params, n=params.n)
         self._num_logprobs = params.logprobs
@@ -87,10 +88,12 @@ async def prepare_chat(service: Service, body: bytes, arrival: Arrival) -> ChatJ
         names=_NAMES,
     )
 
-    def work() -> list[int]:
+    fetched = await service.fetch_images(fields)
+
+    def work() -> list[int] | PreparedPrompt:
         service.engine.engine.check_grammar(params)
         domain = service.memo_domain(arrival.caller, parse_salt(fields.cache_salt))
-        return service.text.prompt_ids(service.render(fields), add_special_tokens=False, memo_domain=domain)
+        return service.chat_prompt(fields, memo_domain=domain, fetched=fetched)[1]
 
     prompt = await service.on_worker("messages", arrival.tokenizing(work), _NAMES)
     if wanted is None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from anaphora.engine.async_engine import NewRequest
+from anaphora.engine.multimodal import TokenPrompt
 from anaphora.engine.outputs import CompletionOutput, PromptLogprobs, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.arrival import Arrival
@@ -37,7 +38,7 @@ class ChoicesJob(Job):
         service: Service,
         fields: ChoiceFields,
         arrival: Arrival,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenPrompt],
         params: SamplingParams,
         *,
         n: int,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anaphora.engine.multimodal import TokenPrompt
 from anaphora.engine.outputs import Logprob, PromptLogprobs, RequestOutput, StepOutput
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.arrival import Arrival
@@ -36,7 +38,7 @@ class CompletionJob(ChoicesJob):
         service: Service,
         fields: CompletionFields,
         arrival: Arrival,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenPrompt],
         echoes: Sequence[str],
         first_tokens: Sequence[str],
         params: SamplingParams,
@@ -95,7 +97,8 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
     if fields.suffix:
         raise unsupported("suffix", "this server does not insert before a suffix: leave it out")
     echoes_logprobs = bool(fields.echo) and fields.logprobs is not None
-    given = prompt_list(fields.prompt, service.config)
+    given = prompt_list(fields.prompt, service.config) if fields.prompt_embeds is None else []
+    files = [] if fields.prompt_embeds is None else embeds_list(fields, service.config)
     params = sampling_params(
         fields,
         service.config,
@@ -109,11 +112,13 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
         ),
     )
 
-    def work() -> tuple[list[list[int]], list[str], list[str]]:
+    def work() -> tuple[list[TokenPrompt], list[str], list[str]]:
         service.engine.engine.check_grammar(params)
         special = fields.add_special_tokens is not False
         domain = service.memo_domain(arrival.caller, parse_salt(fields.cache_salt))
-        ids = [service.text.prompt_ids(one, add_special_tokens=special, memo_domain=domain) for one in given]
+        engine = service.engine.engine
+        ids: list[TokenPrompt] = [engine.read_prompt({"prompt_embeds": data}) for data in files]
+        ids += [service.text.prompt_ids(one, add_special_tokens=special, memo_domain=domain) for one in given]
         if not fields.echo:
             return ids, [""] * len(ids), []
         hide = fields.skip_special_tokens is not False
@@ -122,10 +127,11 @@ async def prepare_completion(service: Service, body: bytes, arrival: Arrival) ->
             for prompt in given
         ]
         as_ids = fields.return_tokens_as_token_ids
-        firsts = [f"token_id:{one[0]}" if as_ids else service.text.decode(one[:1]) for one in ids]
+        firsts = [f"token_id:{next(iter(one))}" if as_ids else service.text.decode(list(one)[:1]) for one in ids]
         return ids, echoes, firsts if echoes_logprobs else []
 
-    prompts, echoes, first_tokens = await service.on_worker("prompt", arrival.tokenizing(work), ENGINE_NAMES)
+    field = "prompt" if fields.prompt_embeds is None else "prompt_embeds"
+    prompts, echoes, first_tokens = await service.on_worker(field, arrival.tokenizing(work), ENGINE_NAMES)
     return CompletionJob(service, fields, arrival, prompts, echoes, first_tokens, params, n=n)
 
 
@@ -153,3 +159,22 @@ def prompt_list(prompt: Any, config: ServerConfig, field: str = "prompt") -> lis
         if not isinstance(one, str | list):
             raise invalid(field, f"{field} {index} of the list must be a string or a list of token ids")
     return prompt
+
+
+def embeds_list(fields: CompletionFields, config: ServerConfig) -> list[bytes]:
+    """`prompt_embeds`: a safetensors file in base64, or a list of those. Raises ApiError."""
+    if fields.prompt is not None:
+        raise invalid("prompt_embeds", "give prompt or prompt_embeds: tokens among rows stand in the same file")
+    if fields.echo:
+        raise unsupported("echo", "rows of embeddings are no text that could be echoed: leave echo out")
+    given = fields.prompt_embeds if isinstance(fields.prompt_embeds, list) else [fields.prompt_embeds]
+    if not 0 < len(given) <= config.max_prompts:
+        raise invalid(
+            "prompt_embeds", f"prompt_embeds holds {len(given)} prompts: 1 to {config.max_prompts} are allowed"
+        )
+    try:
+        return [base64.b64decode(data, validate=True) for data in given]
+    except (TypeError, ValueError):
+        raise invalid(
+            "prompt_embeds", "prompt_embeds must be a safetensors file in base64, or a list of those"
+        ) from None

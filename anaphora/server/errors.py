@@ -104,5 +104,7 @@ def as_api_error(error: AnaphoraError, *, prompt: str, names: Mapping[str, str] 
         return invalid(prompt, message)
     if isinstance(error, RequestError):
         field = message.partition(" ")[0]
+        if field.startswith("messages["):  # the path of an image
+            return invalid(field, message)
         return invalid((names or {}).get(field, field) if field in _ENGINE_FIELDS else prompt, message)
     return ApiError(500, "internal error", code="internal_error")

@@ -75,6 +75,7 @@ class ChoiceFields(GenerationFields):
 
 class CompletionFields(ChoiceFields):
     prompt: Any = None
+    prompt_embeds: Any = None
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -122,7 +123,7 @@ class EmbeddingFields(RequestFields):
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Any = None
     priority: int | None = None
     user: str | None = None  # accepted and without effect
 

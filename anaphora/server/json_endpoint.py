@@ -16,9 +16,17 @@ from anaphora.server.connection import ClientGoneError, Connection
 from anaphora.server.errors import ApiError, as_api_error
 from anaphora.server.generation import Places
 from anaphora.server.service import Service
+from anaphora.server.tenants import Caller
 
 Answer = Callable[[Service, bytes], Awaitable[dict[str, Any]]]
 """A body to a reply. Raises ApiError, EngineStoppedError."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToCaller:
+    """An answer that depends on who asks."""
+
+    answer: Callable[[Service, Caller, bytes], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +34,24 @@ class JsonEndpoint:
     """An ASGI application. places: None answers even if the house is full. Raises ApiError before the reply begins."""
 
     service: Service
-    answer: Answer
+    answer: Answer | ToCaller
     places: Places | None = None
     needs_admin: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection, config = Connection(scope, receive, send), self.service.config
-        if self.needs_admin:
-            self.service.authenticate_admin(scope)
-        else:
-            self.service.authenticate(scope)
+        service = self.service
+        caller = service.authenticate_admin(scope) if self.needs_admin else service.authenticate(scope)
         if self.places is not None:
             self.places.take()
         try:
             async with asyncio.timeout(config.request_timeout_s):
                 body = await connection.body(config.max_body_bytes)
-                await connection.send_json(200, await self.answer(self.service, body))
+                if isinstance(self.answer, ToCaller):
+                    reply = self.answer.answer(service, caller, body)
+                else:
+                    reply = self.answer(service, body)
+                await connection.send_json(200, await reply)
         except TimeoutError:
             if connection.has_begun:  # a client that does not read: there is nothing left to tell
                 return

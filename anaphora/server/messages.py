@@ -15,20 +15,30 @@ from anaphora.server.errors import ApiError, invalid, unsupported
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def template_messages(messages: Sequence[dict[str, Any]], field: str = "messages") -> list[dict[str, Any]]:
-    """field: what the endpoint calls the list. Raises ApiError with the path of what is wrong."""
+def template_messages(
+    messages: Sequence[dict[str, Any]], field: str = "messages", *, with_images: bool = False
+) -> list[dict[str, Any]]:
+    """field: what the endpoint calls the list. with_images: leave contents with images in them as lists of parts.
+
+    Raises ApiError with the path of what is wrong.
+    """
     if not messages:
         raise invalid(field, f"{field} must not be empty")
-    return [_message(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, f"{field}[{index}]", with_images) for index, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], path: str, with_images: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise invalid(f"{path}.role", "a message needs a role: system, developer, user, assistant or tool")
     done = {key: value for key, value in message.items() if value is not None or key == "content"}
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and with_images and any(map(_is_image, content)):
+        done["content"] = [
+            part if _is_image(part) else {"type": "text", "text": _part(part, f"{path}.content[{index}]")}
+            for index, part in enumerate(content)
+        ]
+    elif isinstance(content, list):
         done["content"] = "\n".join(_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
     elif content is None:
         if role in ("system", "user", "tool"):
@@ -42,6 +52,10 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
             raise invalid(f"{path}.tool_calls", "tool_calls must be a list")
         done["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return done
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
 
 
 def _part(part: object, path: str) -> str:

@@ -176,7 +176,16 @@ _MESSAGE: dict[str, Any] = {
 }
 _MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": _MESSAGE}
 
+_SALT: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 1024}
+_REGION: dict[str, Any] = {
+    "type": "object",
+    "required": ["start", "salt"],
+    "properties": {"start": {"type": "integer", "minimum": 0}, "salt": _SALT},
+    "additionalProperties": False,
+}
+
 _SHAPES: Mapping[str, dict[str, Any]] = {
+    "cache_salt": {"anyOf": [_SALT, {"type": "array", "minItems": 1, "maxItems": 32, "items": _REGION}]},
     "include": {"type": "array", "maxItems": 0},
     "input": {"anyOf": [_PROMPTS, _MESSAGES]},
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},

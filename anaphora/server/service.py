@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from starlette.types import Scope
 
 from anaphora.engine.async_engine import AsyncEngine
+from anaphora.engine.chat_template import Message
+from anaphora.engine.image_parts import chat_prompt, take_images
+from anaphora.engine.multimodal import NamedImage, PreparedPrompt
 from anaphora.errors import RequestError
 from anaphora.salt_regions import CacheSalt, SaltRegions
 from anaphora.sampling_params import SamplingParams
@@ -18,6 +22,7 @@ from anaphora.server.errors import ApiError, as_api_error
 from anaphora.server.fields import ConversationFields, RequestFields, parse_fields
 from anaphora.server.messages import template_messages
 from anaphora.server.metrics import Metrics
+from anaphora.server.remote_images import RemoteImages
 from anaphora.server.tenants import ANYBODY, ApiKeys, CacheDomains, Caller
 from anaphora.server.text import TextTools
 
@@ -109,6 +114,56 @@ class Service:
             add_generation_prompt=default_generation_prompt if generation_prompt is None else generation_prompt,
             template_options=fields.chat_template_kwargs,
         )
+
+    def chat_prompt(
+        self,
+        fields: ConversationFields,
+        *,
+        memo_domain: str | None = None,
+        fetched: Callable[[NamedImage], bytes] | None = None,
+    ) -> tuple[str, list[int] | PreparedPrompt]:
+        """A conversation as text, and ready for the engine. Slow: for a worker thread. fetched: what `fetch_images` gave.
+
+        Raises ApiError, RequestError.
+        """
+        engine = self.engine.engine
+        if engine.image_token is None:
+            text = self.render(fields)
+            return text, self.text.prompt_ids(text, add_special_tokens=False, memo_domain=memo_domain)
+        generation_prompt = fields.add_generation_prompt is not False
+
+        def render(messages: Sequence[Message]) -> str:
+            return self.text.render(
+                messages,
+                tools=fields.tools or None,
+                add_generation_prompt=generation_prompt,
+                template_options=fields.chat_template_kwargs,
+            )
+
+        prompt = chat_prompt(engine, template_messages(fields.messages or (), with_images=True), render, fetched)
+        engine.check_fits(len(prompt))
+        return prompt.text or "", prompt
+
+    async def fetch_images(self, fields: ConversationFields) -> Callable[[NamedImage], bytes] | None:
+        """The images of a conversation that are elsewhere, all fetched; None if this server fetches none.
+
+        Not on the worker threads, which other requests' texts wait for. Raises ApiError.
+        """
+        engine = self.engine.engine
+        if engine.image_token is None or not self.config.allow_remote_images:
+            return None
+
+        def fetch() -> dict[str, bytes]:
+            _, images = take_images(template_messages(fields.messages or (), with_images=True))
+            engine.check_num_images(len(images), "messages")
+            remote = RemoteImages(self.config)
+            return {image.field: remote.fetch(image) for image in images if isinstance(image.image, str)}
+
+        try:
+            found = await asyncio.to_thread(fetch)
+        except RequestError as error:
+            raise as_api_error(error, prompt="messages") from None
+        return lambda image: found[image.field]
 
     def check_conversation(self, fields: ConversationFields) -> None:
         """The limits, and what this model's template cannot show. Raises ApiError."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class CacheDomains:
         if len(secret) < 16:
             raise ConfigError(f"the server secret has {len(secret)} bytes: give at least 16 random ones")
         self._secret = secret
+        self._epochs: dict[tuple[str, ...], int] = {}  # of domains that were forgotten
         self._shared: Mapping[str, frozenset[str]] = {tenant: group for group in shared for tenant in group}
 
     def salt(self, caller: Caller, client_salt: CacheSalt | None) -> CacheSalt | None:
@@ -132,14 +133,24 @@ class CacheDomains:
             regions.insert(0, (0, self._domain_salt(caller.tenant, None)))
         return SaltRegions(regions)
 
-    def _domain_salt(self, tenant: str, client_salt: str | None) -> str:
+    def forget(self, tenant: str) -> None:
+        """From now on the tenant has other salts, and so has who shares its domain: what is cached is found no more."""
+        domain = self._domain(tenant)
+        self._epochs[domain] = self._epochs.get(domain, 0) + 1
+
+    def _domain(self, tenant: str) -> tuple[str, ...]:
         group = self._shared.get(tenant)
-        domain = ["tenant", tenant] if group is None else ["shared", *sorted(group)]
+        return ("tenant", tenant) if group is None else ("shared", *sorted(group))
+
+    def _domain_salt(self, tenant: str, client_salt: str | None) -> str:
+        domain = self._domain(tenant)
         message = _packed(domain) + _packed([] if client_salt is None else [client_salt])
+        if epoch := self._epochs.get(domain):
+            message += epoch.to_bytes(8)
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
-def _packed(texts: list[str]) -> bytes:
+def _packed(texts: Sequence[str]) -> bytes:
     """Unambiguous bytes: how many, then each with its length before it."""
     fields = [text.encode("utf-8") for text in texts]
     return len(fields).to_bytes(4) + b"".join(len(field).to_bytes(8) + field for field in fields)

@@ -11,6 +11,7 @@ from typing import Any
 
 from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
+from anaphora.engine.image_parts import as_parts
 from anaphora.engine.prompt_check import check_text, check_token_ids
 from anaphora.engine.token_memo import memo_encoder
 from anaphora.errors import InvalidParameterError, PromptTooLongError
@@ -77,9 +78,10 @@ class TextTools:
         add_generation_prompt: bool,
         template_options: Mapping[str, Any] | None,
     ) -> str:
+        reads_images = self.engine.image_token is not None
         return render_chat(
             self.tokenizer,
-            messages,
+            as_parts(messages) if reads_images else messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template_options=template_options,

@@ -24,8 +24,8 @@ async def tokenize(service: Service, body: bytes) -> dict[str, Any]:
 
     def work() -> tuple[str, list[int]]:
         if fields.prompt is None:
-            text = service.render(fields)
-            return text, service.text.encode(text, add_special_tokens=False)
+            text, prompt = service.chat_prompt(fields)
+            return text, list(prompt)
         special = fields.add_special_tokens is not False
         return fields.prompt, service.text.encode(fields.prompt, add_special_tokens=special)
 

@@ -18,7 +18,7 @@ from anaphora.cli.options import EngineOptions, SamplingOptions
 from anaphora.config import EngineConfig
 from anaphora.sampling_params import SamplingParams
 
-COMMANDS = ("generate", "chat", "demo", "models", "serve", "simulate", "top")
+COMMANDS = ("generate", "chat", "demo", "models", "serve", "simulate", "top", "forget")
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(
         "the salt is dropped where the chain is made",
         "test_cache_manager::test_another_salt_finds_nothing_and_the_same_salt_finds_all",
-        (("cache_manager.py", "self._hash_function, request.extra_keys)", "self._hash_function, ())"),),
+        (("cache_manager.py", "chains.make(request.tokens, request.extra_keys)", "chains.make(request.tokens, ())"),),
     ),
     Mutant(
         "the salt does not enter the content of its block",
@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         "a known chain is copied whatever its extra keys",
         "test_chain_memo::test_filling_is_hashing",
-        (("chain_memo.py", "if keyed is not None:", "if False:"),),
+        (("chain_memo.py", "        if keyed is not None:\n", "        if False:\n"),),
     ),
     Mutant(
         "the ref count is not raised when a block is found",
@@ -379,6 +379,51 @@ MUTANTS = [
                 "            self.checkpoints.commit(staged.state_of)\n",
             ),
         ),
+    ),
+    Mutant(
+        "a salt that begins inside a block counts from the next one",
+        "test_extra_keys::test_regions_add_up_and_a_salt_for_all_is_one_that_starts_at_0",
+        (("hashing.py", "salt_key(salt, start // block_size)", "salt_key(salt, -(-start // block_size))"),),
+    ),
+    Mutant(
+        "the epoch of what was forgotten does not enter the keys",
+        "test_forget::test_a_salt_is_forgotten_and_the_others_are_not_as_often_as_wanted",
+        (("scopes.py", "return (*keys, *stamps)", "return tuple(keys)"),),
+    ),
+    Mutant(
+        "every forgetting gives the same epoch",
+        "test_forget::test_a_salt_is_forgotten_and_the_others_are_not_as_often_as_wanted",
+        (("scopes.py", "self._epochs[scope] = self.last", "self._epochs[scope] = 1"),),
+    ),
+    Mutant(
+        "an adapter is not forgotten, only salts are",
+        "test_forget::test_an_adapter_is_forgotten_under_every_salt_and_a_salt_of_its_bytes_is_not",
+        (("scopes.py", "(ExtraKeyKind.SALT, ExtraKeyKind.LORA)", "(ExtraKeyKind.SALT,)"),),
+    ),
+    Mutant(
+        "a scope that is pushed out of the table is as if it had never been forgotten",
+        "test_forget::test_an_epoch_never_comes_back_however_small_the_table_is",
+        (("scopes.py", "self._floors[place] = max(epoch, self._floors.get(place, 0))", "self._floors[place] = 0"),),
+    ),
+    Mutant(
+        "a prefix is forgotten where its tokens were found, not where they are looked for",
+        "test_forget::test_a_prefix_is_forgotten_with_all_that_begins_with_it_and_nothing_else",
+        (("chain_maker.py", "            if cut is None:\n", "            if True:\n"),),
+    ),
+    Mutant(
+        "a prefix that is forgotten once more keeps its first epoch",
+        "test_forget::test_a_prefix_is_forgotten_with_all_that_begins_with_it_and_nothing_else",
+        (("scopes.py", "self._prefixes[block_hash] = self.last", "self._prefixes.setdefault(block_hash, self.last)"),),
+    ),
+    Mutant(
+        "who generates its way into a forgotten prefix finds it",
+        "test_forget::test_who_generates_its_way_into_a_forgotten_prefix_does_not_find_it_after_a_preemption",
+        (("cache_manager.py", "limit if cut is None else cut", "limit"),),
+    ),
+    Mutant(
+        "a prefix leaves the table although a request of before computes it still",
+        "test_forget::test_a_prefix_that_a_request_of_before_may_compute_again_stays",
+        (("scopes.py", " or (oldest_alive is not None and oldest_alive < epoch)", ""),),
     ),
 ]
 

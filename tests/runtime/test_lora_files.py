@@ -85,18 +85,14 @@ def test_ranks_scales_and_matrices_are_those_of_the_files(
     )
     adapter = read(str(path))
     tensors = load_file(path / "adapter_model.safetensors")
-    assert adapter.rank == 4 and len(adapter.pairs) == 12
+    assert adapter.rank == 4 and len(adapter.parts) == 12
     assert adapter.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
-    scales = {
-        name: adapter.pairs[f"model.layers.1.{name}"].scaling for name in ("self_attn.q_proj", "self_attn.v_proj")
-    }
-    assert scales == {"self_attn.q_proj": 3.0, "self_attn.v_proj": 6.0}
-    assert adapter.pairs["model.layers.0.mlp.up_proj"].scaling == 4.0
-    assert adapter.pairs["model.layers.1.mlp.up_proj"].scaling == 2.0
-    for name, pair in adapter.pairs.items():
-        assert pair.layer is tiny_llama.get_submodule(name)
-        assert torch.equal(pair.a, tensors[f"{PREFIX}{name}.lora_A.weight"])
-        assert torch.equal(pair.b, tensors[f"{PREFIX}{name}.lora_B.weight"])
+    scales = {"q_proj": 3.0, "v_proj": 6.0, "up_proj": 4.0}
+    for name, part in adapter.parts.items():
+        scale = 2.0 if name == "model.layers.1.mlp.up_proj" else scales[name.rpartition(".")[2]]
+        assert part.layer is tiny_llama.get_submodule(name)
+        assert torch.equal(part.down, tensors[f"{PREFIX}{name}.lora_A.weight"].t())
+        assert torch.equal(part.up, scale * tensors[f"{PREFIX}{name}.lora_B.weight"].t())
 
 
 @pytest.mark.parametrize(
@@ -152,8 +148,9 @@ def reference_digest(folder: Path, scaling: float, dtype: str) -> str:
 
 def test_the_digest_is_that_of_the_specification(read: AdapterReader, folder: Path) -> None:
     assert read(str(folder)).digest == reference_digest(folder, 2.0, "float32")
-    half = make_tiny_llama().to(torch.bfloat16)
-    assert AdapterReader(half, max_rank=8)(str(folder)).digest == reference_digest(folder, 2.0, "bfloat16")
+    half, double = make_tiny_llama().to(torch.bfloat16), make_tiny_llama().to(torch.float64)
+    assert AdapterReader(half, max_rank=8)(str(folder)).digest == reference_digest(folder, 2.0, "float32")
+    assert AdapterReader(double, max_rank=8)(str(folder)).digest == reference_digest(folder, 2.0, "float64")
 
 
 def test_the_digest_is_fixed(read: AdapterReader, folder: Path) -> None:

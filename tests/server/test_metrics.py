@@ -15,6 +15,7 @@ from server_world import Live, cached, chunks, serving
 from tiny_llama import ids
 
 from anaphora.cli.serve import ServerOptions
+from anaphora.core.hashing import root_digest
 from anaphora.server.fields import ChatFields, CompletionFields, ResponsesFields
 
 COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_computed_total")
@@ -100,7 +101,8 @@ def test_outcomes_are_told_apart(live: Live) -> None:
 def test_models_and_version(live: Live) -> None:
     (model,) = live.client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 4096)
-    assert live.client.get("/version").json()["root"] == live.engine.root.hex()
+    shown = live.client.get("/version").json()
+    assert shown["root"] == live.engine.root.hex() == root_digest(shown["identity"]).hex()
 
 
 def test_a_request_that_waits_is_looked_up_once(make_engine: Any) -> None:

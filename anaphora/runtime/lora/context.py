@@ -1,7 +1,10 @@
-"""The adapters of one step: the packed tokens that each of them changes, and how the layers take part.
+"""The adapters of one step side by side: which packed token has which, and how the layers take part.
 
-Knows packed rows and linear layers; must not know requests or names. While `switched` lasts, every layer that some
-adapter of the step changes adds to the rows of each adapter what that one says, and leaves all other rows alone.
+Knows packed tokens and linear layers; must not know requests or names. However many adapters a step has, each layer
+that one of them changes costs two small products more: what the tokens are multiplied with holds the columns of every
+adapter, and those of other adapters than a token's own are set to zero in between.
+
+    tokens [T, in] @ [ down 0 | down 1 | ... ] -> [T, ranks], others' columns zero -> @ [ up 0 ; up 1 ; ... ] = [T, out]
 """
 
 from __future__ import annotations
@@ -13,31 +16,56 @@ from dataclasses import dataclass
 import torch
 
 from anaphora.runtime.inputs import StepInputs
-from anaphora.runtime.lora.adapter import Adapter, LowRankPair
+from anaphora.runtime.lora.adapter import Adapter, AdapterPart
 
-_Rows = tuple[int, int] | torch.Tensor
-"""Packed tokens: [begin, end), or their indices if they do not stand together."""
+
+@dataclass(frozen=True, slots=True)
+class StackedLayer:
+    """The parts of several adapters in one layer. columns: (number of the adapter, its rank here), in order."""
+
+    layer: torch.nn.Linear
+    down: torch.Tensor
+    up: torch.Tensor
+    columns: tuple[tuple[int, int], ...]
+
+
+def stack(adapters: Sequence[Adapter]) -> tuple[StackedLayer, ...]:
+    """Every layer that one of the adapters changes."""
+    parts: dict[torch.nn.Linear, list[tuple[int, AdapterPart]]] = {}
+    for number, adapter in enumerate(adapters):
+        for part in adapter.parts.values():
+            parts.setdefault(part.layer, []).append((number, part))
+    return tuple(
+        StackedLayer(
+            layer,
+            _joined([part.down for _, part in own], dim=1),
+            _joined([part.up for _, part in own], dim=0),
+            tuple((number, part.up.shape[0]) for number, part in own),
+        )
+        for layer, own in parts.items()
+    )
+
+
+def _joined(matrices: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterContext:
-    """uses: each adapter of the step, and its packed tokens. num_tokens: of the whole step."""
+    """One step. numbers: [T] int64 on the model's device, the adapter of each packed token in the stack, or -1."""
 
-    uses: tuple[tuple[Adapter, _Rows], ...]
-    num_tokens: int
+    layers: tuple[StackedLayer, ...]
+    numbers: torch.Tensor
 
     @contextmanager
     def switched(self) -> Iterator[None]:
         """While this lasts, the layers do what the adapters say. Raises RuntimeError if a layer took no part."""
-        parts: dict[torch.nn.Linear, list[tuple[LowRankPair, _Rows]]] = {}
-        for adapter, rows in self.uses:
-            for pair in adapter.pairs.values():
-                parts.setdefault(pair.layer, []).append((pair, rows))
-        waiting = set(parts)
-        before = [(layer, vars(layer).get("forward")) for layer in parts]
+        waiting = {stacked.layer for stacked in self.layers}
+        foreign = {columns: self._foreign(columns) for columns in {stacked.columns for stacked in self.layers}}
+        before = [(stacked.layer, vars(stacked.layer).get("forward")) for stacked in self.layers]
         try:
-            for layer, changes in parts.items():
-                vars(layer)["forward"] = _changed(layer, changes, self.num_tokens, waiting)
+            for stacked in self.layers:
+                vars(stacked.layer)["forward"] = _changed(stacked, foreign[stacked.columns], waiting)
             yield
         finally:
             for layer, forward in before:
@@ -48,51 +76,54 @@ class AdapterContext:
         if waiting:
             raise RuntimeError(f"{len(waiting)} layers that an adapter changes were not called: was the model altered?")
 
-
-def adapter_context(adapters: Sequence[Adapter | None], inputs: StepInputs) -> AdapterContext | None:
-    """Of the adapter of each scheduled request; None if none has one."""
-    by_digest = {adapter.digest: adapter for adapter in adapters if adapter is not None}
-    if not by_digest:
-        return None
-    spans: dict[str, list[tuple[int, int]]] = {digest: [] for digest in by_digest}
-    for adapter, span in zip(adapters, inputs.spans, strict=True):
-        if adapter is not None:
-            spans[adapter.digest].append(span)
-    ids = inputs.input_ids
-    uses = tuple((adapter, _rows(sorted(spans[digest]), ids.device)) for digest, adapter in by_digest.items())
-    return AdapterContext(uses, ids.shape[1])
-
-
-def _rows(spans: Sequence[tuple[int, int]], device: torch.device) -> _Rows:
-    begin, end = spans[0][0], spans[-1][1]
-    if sum(stop - start for start, stop in spans) == end - begin:
-        return begin, end
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
+    def _foreign(self, columns: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """[T, ranks]: whether a column is not of the token's own adapter."""
+        owners = [number for number, rank in columns for _ in range(rank)]
+        return self.numbers.unsqueeze(1) != torch.tensor(owners, device=self.numbers.device)
 
 
 def _changed(
-    layer: torch.nn.Linear,
-    changes: Sequence[tuple[LowRankPair, _Rows]],
-    num_tokens: int,
-    waiting: set[torch.nn.Linear],
+    stacked: StackedLayer, foreign: torch.Tensor, waiting: set[torch.nn.Linear]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    layer, down, up = stacked.layer, stacked.down, stacked.up
     own = layer.forward
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        if inputs.shape[:-1] != (1, num_tokens) or layer not in waiting:
-            raise RuntimeError(f"an adapted layer must see {num_tokens} tokens once, got {list(inputs.shape)}")
+        if inputs.shape[:-1] != (1, foreign.shape[0]) or layer not in waiting:
+            raise RuntimeError(f"an adapted layer must see {foreign.shape[0]} tokens once, got {list(inputs.shape)}")
         waiting.discard(layer)
         outputs = own(inputs)
-        tokens, results = inputs[0], outputs[0]
-        for pair, rows in changes:
-            if isinstance(rows, tuple):
-                narrow = tokens[rows[0] : rows[1]] @ pair.a.t()
-                results[rows[0] : rows[1]].addmm_(narrow, pair.b.t(), alpha=pair.scaling)
-            else:
-                narrow = tokens.index_select(0, rows) @ pair.a.t()
-                results.index_copy_(
-                    0, rows, torch.addmm(results.index_select(0, rows), narrow, pair.b.t(), alpha=pair.scaling)
-                )
+        # Filled, not multiplied: a token must not suffer from the infinities of an adapter that is not its own.
+        narrow = (inputs[0].to(down.dtype) @ down).masked_fill_(foreign, 0.0)
+        outputs[0].add_(narrow @ up)
         return outputs
 
     return forward
+
+
+class AdapterStacks:
+    """Makes the contexts of one executor's steps. Keeps the stack of the latest step: the next one mostly needs it."""
+
+    def __init__(self) -> None:
+        self._digests: tuple[str, ...] = ()
+        self._layers: tuple[StackedLayer, ...] = ()
+
+    def context(self, adapters: Sequence[Adapter | None], inputs: StepInputs) -> AdapterContext | None:
+        """adapters: of each scheduled request. None if none has one."""
+        by_digest = {adapter.digest: adapter for adapter in adapters if adapter is not None}
+        if not by_digest:
+            return None
+        digests = tuple(sorted(by_digest))
+        if digests != self._digests:
+            self._layers = stack([by_digest[digest] for digest in digests])
+            self._digests = digests
+        number_of = {digest: number for number, digest in enumerate(digests)}
+        numbers = [-1] * inputs.input_ids.shape[1]
+        for adapter, (begin, end) in zip(adapters, inputs.spans, strict=True):
+            if adapter is not None:
+                numbers[begin:end] = [number_of[adapter.digest]] * (end - begin)
+        return AdapterContext(self._layers, torch.tensor(numbers, device=inputs.input_ids.device))
+
+    def clear(self) -> None:
+        """Keep nothing of adapters that may have left memory."""
+        self._digests, self._layers = (), ()

@@ -154,7 +154,7 @@ def _path_of(name: str) -> str:
 def _matrix(
     tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, int], weight: torch.Tensor
 ) -> torch.Tensor:
-    """A tensor of the file in the dtype and on the device of the layer's own weight."""
+    """A tensor of the file on the device of the layer's own weight, as it is computed with."""
     tensor = tensors.get(name)
     if tensor is None:
         raise AdapterFileError(f"{WEIGHTS_FILE} has no {name}, the other half of a pair")
@@ -162,7 +162,7 @@ def _matrix(
         raise AdapterFileError(f"{name} has the shape {list(tensor.shape)}, and {list(shape)} is needed")
     if not tensor.dtype.is_floating_point:
         raise AdapterFileError(f"{name} holds {tensor.dtype}: save the adapter in floating point")
-    matrix = tensor.to(weight.device, weight.dtype)
+    matrix = tensor.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
     if not bool(matrix.isfinite().all()):
-        raise AdapterFileError(f"{name} holds values that are not finite in {weight.dtype}")
-    return matrix.contiguous()
+        raise AdapterFileError(f"{name} holds values that are not finite in {matrix.dtype}")
+    return matrix

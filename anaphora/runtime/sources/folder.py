@@ -11,8 +11,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from anaphora.errors import ModelFileError, UnsupportedModelError
 from anaphora.runtime.sources.quiet import quiet_transformers
@@ -63,7 +75,7 @@ def check_folder(folder: Path) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelFileError(f"{path} names no list of architectures, but {architectures!r}: get the file again")
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) | set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
     if architectures and not known.intersection(architectures) and "auto_map" not in config:
         raise UnsupportedModelError(
             f"{folder.name} is a {architectures[0]}, which has no causal LM head that this `transformers` knows; use a "
@@ -78,6 +90,31 @@ def check_folder(folder: Path) -> None:
                 raise ModelFileError(f"{file} is broken or cut off ({error}): get the file again") from error
 
 
+def reads_images(folder: Path) -> bool:
+    """Whether the model in a checked folder is loaded as one that reads images: no causal LM by its own name."""
+    architectures = set(json.loads((folder / "config.json").read_text()).get("architectures") or ())
+    return bool(
+        architectures.intersection(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+        and not architectures.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    )
+
+
+def load_processor(folder: Path) -> ProcessorMixin | None:
+    """What makes tokens and pixels of text and images; None if the model reads none. Raises ModelFileError."""
+    if not reads_images(folder):
+        return None
+    with quiet_transformers():
+        try:
+            loader: Any = AutoProcessor
+            processor: ProcessorMixin = loader.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # as with tokenizers; also without Pillow
+            raise ModelFileError(
+                f"the processor in {folder} cannot be loaded: {error} (images need the package Pillow: pip install "
+                "'anaphora[vision]')"
+            ) from error
+    return processor
+
+
 def load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The causal LM in a folder, in eval mode. Every weight must be in the files: none is ever made up.
 
@@ -87,7 +124,8 @@ def load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loader: Any = AutoModelForImageTextToText if reads_images(folder) else AutoModelForCausalLM
+            loaded: Any = loader.from_pretrained(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
         except (torch.OutOfMemoryError, MemoryError):

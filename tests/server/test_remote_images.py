@@ -1,0 +1,208 @@
+"""Images by URL: from public addresses only, also after redirects, at the very address that was checked, in limits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from anaphora.engine.multimodal import NamedImage
+from anaphora.errors import InvalidParameterError
+from anaphora.server.config import ServerConfig
+from anaphora.server.remote_images import MAX_REDIRECTS, RemoteImages, is_public
+
+Site = tuple[int, list[str]]
+"""A port, and the hosts that were asked for there."""
+
+PUBLIC, LOCAL = "93.184.216.34", "127.0.0.1"
+
+
+class Pages(BaseHTTPRequestHandler):
+    hosts: list[str]
+
+    def do_GET(self) -> None:
+        self.hosts.append(self.headers["host"])
+        kind, _, rest = self.path.strip("/").partition("/")
+        if kind == "to":
+            self.send_response(302)
+            self.send_header("location", "/to/" if not rest else rest.replace("~", "/"))
+            self.end_headers()
+        elif kind == "image":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"x" * int(rest))
+        elif kind == "trickle":
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(100):
+                self.wfile.write(b"x")
+                self.wfile.flush()
+                time.sleep(0.05)
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    hosts: list[str] = []
+    server = ThreadingHTTPServer((LOCAL, 0), type("Handler", (Pages,), {"hosts": hosts}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield server.server_address[1], hosts
+    server.shutdown()
+    server.server_close()
+
+
+def remote(names: dict[str, list[str]], *, allowed: Callable[[str], bool] | None = None, **limits: Any) -> RemoteImages:
+    """Resolves names by a table; the test's own server counts as public."""
+    config = ServerConfig(allow_remote_images=True, **limits)
+    return RemoteImages(
+        config,
+        resolve=lambda host, port: names[host],
+        is_allowed=allowed or (lambda address: address == LOCAL),
+    )
+
+
+def fetch(images: RemoteImages, url: str) -> bytes:
+    return images.fetch(NamedImage("image_url", url))
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        (PUBLIC, True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True),
+        *(
+            (address, False)
+            for address in (
+                "127.0.0.1",
+                "127.8.8.8",
+                "0.0.0.0",
+                "10.1.2.3",
+                "172.16.0.1",
+                "192.168.1.1",
+                "169.254.169.254",
+                "100.64.0.1",
+                "100.100.100.200",
+                "192.0.0.192",
+                "224.0.0.1",
+                "240.0.0.1",
+                "255.255.255.255",
+                "198.18.0.1",
+                "::1",
+                "::",
+                "fe80::1",
+                "fe80::1%eth0",
+                "fc00::1",
+                "fd00:ec2::254",
+                "ff02::1",
+                "::ffff:127.0.0.1",
+                "::ffff:93.184.216.34",
+                "64:ff9b::a9fe:a9fe",
+                "2002:7f00:1::",
+                "2001:0:4136:e378:8000:63bf:3fff:fdd2",
+                "2001:db8::1",
+                "::7f00:1",
+                "nonsense",
+                "",
+            )
+        ),
+    ],
+)
+def test_which_addresses_are_public(address: str, public: bool) -> None:
+    assert is_public(address) is public
+
+
+def test_an_image_is_fetched_from_the_address_that_was_checked(site: Site) -> None:
+    port, hosts = site
+    asked: list[str] = []
+
+    def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return [LOCAL] if len(asked) == 1 else ["10.0.0.1"]  # a second look would find another one
+
+    images = RemoteImages(ServerConfig(), resolve=resolve, is_allowed=lambda address: address == LOCAL)
+    assert fetch(images, f"http://example.test:{port}/image/5") == b"xxxxx"
+    assert asked == ["example.test"] and hosts == [f"example.test:{port}"]
+
+
+@pytest.mark.parametrize("addresses", [["10.0.0.1"], [LOCAL, "10.0.0.1"], []])
+def test_a_name_with_any_address_that_is_not_public_is_refused(site: Site, addresses: list[str]) -> None:
+    port, hosts = site
+    with pytest.raises(InvalidParameterError, match="not at a public address"):
+        fetch(remote({"a.test": addresses}), f"http://a.test:{port}/image/5")
+    assert hosts == []
+
+
+def test_the_default_refuses_this_machine(site: Site) -> None:
+    port, hosts = site
+    images = RemoteImages(ServerConfig(allow_remote_images=True))
+    for host in ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0"):
+        with pytest.raises(InvalidParameterError):
+            fetch(images, f"http://{host}:{port}/image/5")
+    assert hosts == []
+
+
+def test_a_redirect_is_checked_like_a_url(site: Site) -> None:
+    port, hosts = site
+    names = {"a.test": [LOCAL], "inside.test": ["192.168.0.1"]}
+    assert fetch(remote(names), f"http://a.test:{port}/to/~image~3") == b"xxx"
+    for target in (f"http:~~inside.test:{port}~image~3", "http:~~169.254.169.254~latest"):
+        with pytest.raises(InvalidParameterError, match="not at a public address"):
+            fetch(remote(names | {"169.254.169.254": ["169.254.169.254"]}), f"http://a.test:{port}/to/{target}")
+    with pytest.raises(InvalidParameterError, match="must be a data URL"):
+        fetch(remote(names), f"http://a.test:{port}/to/file:~~~etc~passwd")
+    hosts.clear()
+    with pytest.raises(InvalidParameterError, match="redirected more than"):
+        fetch(remote(names), f"http://a.test:{port}/to/")
+    assert len(hosts) == MAX_REDIRECTS + 1
+
+
+def test_size_and_time_have_ends(site: Site) -> None:
+    port, _ = site
+    names = {"a.test": [LOCAL]}
+    assert len(fetch(remote(names, max_remote_image_bytes=1000), f"http://a.test:{port}/image/1000")) == 1000
+    with pytest.raises(InvalidParameterError, match="larger than 1,000 bytes"):
+        fetch(remote(names, max_remote_image_bytes=1000), f"http://a.test:{port}/image/1001")
+    with pytest.raises(InvalidParameterError, match=r"within 0.2 s"):
+        fetch(remote(names, remote_image_timeout_s=0.2), f"http://a.test:{port}/trickle")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://a.test/x",
+        "gopher://a.test",
+        "//a.test/x",
+        "http://",
+        "http://u:p@a.test/x",
+        "http://a.test:99999/",
+        "http://a.test/\r\nx: y",
+        "http://a.test/a b",
+        "x",
+        "http://[::1",
+        "javascript:1",
+        "http://a.test:0/",
+    ],
+)
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(InvalidParameterError, match="must be a data URL, or an http or https URL"):
+        fetch(remote({"a.test": [LOCAL]}), url)
+
+
+def test_what_does_not_answer_or_has_no_image_says_nothing_of_itself(site: Site) -> None:
+    port, _ = site
+    with pytest.raises(InvalidParameterError, match="no such image"):
+        fetch(remote({"a.test": [LOCAL]}), f"http://a.test:{port}/nothing")
+    with pytest.raises(InvalidParameterError, match="does not answer"):
+        fetch(remote({"a.test": [LOCAL]}), "http://a.test:1/image/3")
+    with pytest.raises(InvalidParameterError, match="does not answer"):  # it speaks no TLS
+        fetch(remote({"a.test": [LOCAL]}), f"https://a.test:{port}/image/3")
