@@ -10,6 +10,7 @@ of recurrent state are found by the lineages of the spine; when it forgets a beg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from anaphora.core.block_pool import BlockPool
@@ -99,11 +100,13 @@ class CacheManager:
         return self._root
 
     def replace_root(self, root: bytes) -> None:
-        """The model is another one from now on. O(1): later requests hang from this root and find nothing of before.
+        """The model is another one from now on: later requests hang from this root and find nothing of before.
 
-        The blocks of the old root stay where they are until they are evicted; requests registered before keep it.
+        The blocks of the old root stay where they are until they are evicted, O(1); requests registered before keep it.
+        Pins end, as they would hold back room, and their limits, for what nobody can find.
         """
         self._root = root
+        self.spine.pins.expire(math.inf)
 
     @property
     def capacity_tokens(self) -> int:

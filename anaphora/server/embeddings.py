@@ -51,7 +51,7 @@ class EmbeddingsJob(Job):
             for prompt in prompts
         ]
         self._engine = service.engine
-        self._model_name = service.model_name
+        self._model_name = service.name_of(fields)
         self._as_base64 = fields.encoding_format == "base64"
         self._is_list_of_rows = fields.pooling == "token"
 
