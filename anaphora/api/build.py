@@ -17,6 +17,7 @@ from anaphora.api.options import context_limit, find_hash_function, pool_size, s
 from anaphora.config import EngineConfig
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.eviction.pinned import PinLimits
+from anaphora.core.groups import CacheLayout
 from anaphora.core.hashing import root_digest
 from anaphora.core.scheduler import Scheduler
 from anaphora.core.what_if import WhatIf
@@ -112,7 +113,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         enable_prefix_caching=config.enable_prefix_caching,
         eviction_policy=config.eviction_policy,
         pin_limits=PinLimits(config.max_pinned_share, config.max_pinned_share_per_tenant),
-        what_if=WhatIf(num_blocks, config.block_size) if config.enable_prefix_caching else None,
+        what_if=_what_if(config, num_blocks, layout.cache),
     )
     hidden_size = rows_size(module)
     vision = None if loaded.processor is None else VisionModel(module, loaded.processor)
@@ -174,6 +175,13 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
             max_tokens=min(max_model_len, cache.capacity_tokens),
         ),
     )
+
+
+def _what_if(config: EngineConfig, num_blocks: int, layout: CacheLayout) -> WhatIf | None:
+    """Only where the pool is all that a hit needs: of windows and recurrent states the curve knows nothing."""
+    if not config.enable_prefix_caching or layout != CacheLayout():
+        return None
+    return WhatIf(num_blocks, config.block_size)
 
 
 def _recorder(config: EngineConfig, root: bytes) -> TraceRecorder | None:

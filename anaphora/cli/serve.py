@@ -198,18 +198,23 @@ def serve(
         gc.freeze()
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        num_tokens, num_bytes = running.num_blocks * running.block_size, running.kv_cache_bytes
-        size = f"{running.num_blocks:,} blocks of {running.block_size} = {num_tokens:,} tokens"
-        memory = "" if num_bytes is None else f", {num_bytes:,} bytes"
-        console.stdout().print(
-            f"ready: {server_config.served_model_name or options['model']} at {url}, pool {size}{memory}"
-        )
+        size = pool_size(running.num_blocks, running.block_size, running.capacity_tokens, running.kv_cache_bytes)
+        console.stdout().print(f"ready: {server_config.served_model_name or options['model']} at {url}, pool {size}")
         sys.stdout.flush()
 
     Server(app, drain_timeout_s=server_config.drain_timeout_s, on_ready=on_ready).run([listener])
 
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def pool_size(num_blocks: int, block_size: int, capacity_tokens: int, num_bytes: int | None) -> str:
+    """The pool in blocks, tokens and bytes. Where groups of layers share it, blocks are no measure of tokens."""
+    tokens = f"= {capacity_tokens:,} tokens"
+    if capacity_tokens != num_blocks * block_size:
+        tokens = f"shared by groups of layers, {capacity_tokens:,} tokens of one request"
+    memory = "" if num_bytes is None else f", {num_bytes:,} bytes"
+    return f"{num_blocks:,} blocks of {block_size} {tokens}{memory}"
 
 
 def _read_secret(path: Path) -> bytes:

@@ -10,6 +10,7 @@ of recurrent state are found by the lineages of the spine; when it forgets a beg
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -98,11 +99,13 @@ class CacheManager:
         return self.chains.root
 
     def replace_root(self, root: bytes) -> None:
-        """The model is another one from now on. O(1): later requests hang from this root and find nothing of before.
+        """The model is another one from now on: later requests hang from this root and find nothing of before.
 
-        The blocks of the old root stay where they are until they are evicted; requests registered before keep it.
+        The blocks of the old root stay where they are until they are evicted, O(1); requests registered before keep it.
+        Pins end, as they would hold back room, and their limits, for what nobody can find.
         """
         self.chains.root = root
+        self.spine.pins.expire(math.inf)
 
     def forget_prefix(self, tokens: array[int], extra_keys: Sequence[ExtraKey], oldest_alive: int | None) -> int:
         """No later request finds what begins with the full blocks of these tokens; returns how many tokens they hold.

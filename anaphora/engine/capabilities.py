@@ -1,4 +1,4 @@
-"""What an engine takes and what it can run: nothing here changes while it lives, so any thread may ask at any time.
+"""What an engine takes and what it can run: nothing here but the root changes while it lives, so any thread may ask.
 
 Knows a scheduler's limits, what an executor offers, and a tokenizer; must not know requests that run.
 """
@@ -65,7 +65,7 @@ class Capabilities:
 
     @property
     def root(self) -> bytes:
-        """Digest of what the model is: the parent of every first block."""
+        """Digest of what the model is: the parent of every first block. New weights give another one."""
         return self._scheduler.cache.root
 
     def check_fits(self, num_prompt_tokens: int) -> None:

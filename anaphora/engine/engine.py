@@ -432,8 +432,8 @@ class Engine(Capabilities):
 
         tensors: a state dict or any part of it, as (name, tensor); all of them are checked before one is changed, and
         are held in memory until then. What counts is their content: the cost is in proportion to what is given. The
-        cache's side is O(1): its old blocks are not touched, are never found again, and are reused first, as they
-        are the longest unused.
+        cache's old blocks are not touched, are never found again, and go as the eviction policy says: they are not
+        used any more. Their pins end.
 
         abort_running: end the requests that are alive with the finish reason `error`; the next `step` delivers them.
         Else they are in the way: no output is ever of two models. Raises WeightsError; then nothing has changed.

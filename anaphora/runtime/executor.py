@@ -164,6 +164,7 @@ class TorchExecutor:
             )
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
             failed = self._find_failed(plan.scheduled, inputs, logits, hidden)
+            self._find_broken_states(plan.scheduled, rows, failed)
             scores = self._score(plan.scheduled, states, inputs, hidden, failed)
             embeddings = self._pool(plan.scheduled, states, inputs, hidden, failed)
             computed = time.perf_counter()
@@ -197,6 +198,15 @@ class TorchExecutor:
             for request, row in zip(scheduled, rows, strict=True):
                 if request.load_state is not None:
                     self._states.load(row, request.load_state)
+
+    def _find_broken_states(
+        self, scheduled: Sequence[ScheduledRequest], rows: Sequence[int], failed: dict[int, str]
+    ) -> None:
+        """A state that has overflowed may not show in the outputs yet, and is not to be kept for others."""
+        if self._states is not None:
+            for i, (request, row) in enumerate(zip(scheduled, rows, strict=True)):
+                if request.save_state is not None and i not in failed and not self._states.is_finite(row):
+                    failed[i] = "the model's recurrent state is not all finite"
 
     def _save_states(self, scheduled: Sequence[ScheduledRequest], rows: Sequence[int], failed: Container[int]) -> None:
         if self._states is not None:

@@ -161,13 +161,17 @@ class RecurrentLayers:
     @contextmanager
     def switched(self, context: StateContext) -> Iterator[None]:
         """While this lasts, the layers take packed batches and read and write the states of `context`."""
+        before = [(layer, vars(layer).get("forward")) for layer in self._layers]
         try:
             for layer in self._layers:
                 layer.forward = self._packed(layer, layer.forward, context)
             yield
         finally:
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
+            for layer, forward in before:
+                if forward is None:
+                    vars(layer).pop("forward", None)
+                else:
+                    layer.forward = forward
 
     def _packed(
         self, layer: torch.nn.Module, forward: Callable[..., Any], context: StateContext

@@ -63,6 +63,10 @@ class StateCache:
     def num_bytes(self) -> int:
         return sum(state.nbytes for state in self.states.values())
 
+    def is_finite(self, row: int) -> bool:
+        """Whether a working state holds neither NaN nor infinity."""
+        return all(bool(state[row].isfinite().all()) for state in self.states.values())
+
     def load(self, row: int, slot: StateSlot) -> None:
         """Copy a checkpoint into a working state."""
         self._copy(self.num_rows + slot, row)

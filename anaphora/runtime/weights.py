@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from anaphora.errors import WeightsError
+from anaphora.runtime.forward import module_lock
 from anaphora.runtime.sources.digests import canonical_json, tensors_digest, text_digest
 
 _CHANGES = "_anaphora_weights"  # on the module, as what was done to it concerns every engine over it
@@ -42,7 +43,8 @@ class LiveWeights:
         """Check that every tensor fits; changes nothing.
 
         tensors: names of the module's `state_dict`, any part of it; each of the shape and dtype that it replaces.
-        Costs a pass over what is given, for its digest. Raises WeightsError.
+        Costs a pass over what is given, for its digest. Where another engine has put these very values into the module,
+        this one catches up with it, and both are current. Raises WeightsError.
         """
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
         if not pairs:
@@ -59,7 +61,11 @@ class LiveWeights:
             if twin != name and not torch.equal(given[twin], tensor):
                 raise WeightsError(f"{name} and {twin} are one tensor of the model and are given different values")
             given[name] = tensor.detach()
-        history = text_digest(canonical_json([self._of_module(), tensors_digest(given.items())]))
+        history = self._of_module()
+        if self.history == history or not all(
+            torch.equal(one.to(own[name].device), own[name]) for name, one in given.items()
+        ):
+            history = text_digest(canonical_json([history, tensors_digest(given.items())]))
         return WeightUpdate(self, own, given, history)
 
 
@@ -76,9 +82,10 @@ class WeightUpdate:
     def apply(self) -> None:
         """Copy them in. No forward may run meanwhile."""
         staged = {name: tensor.to(self._own[name].device) for name, tensor in self._given.items()}  # may lack memory
-        vars(self._weights._module)[_CHANGES] = self.history
-        for name, tensor in staged.items():
-            self._own[name].copy_(tensor)
+        with module_lock(self._weights._module):  # another engine's forward through the library's layers ends first
+            vars(self._weights._module)[_CHANGES] = self.history
+            for name, tensor in staged.items():
+                self._own[name].copy_(tensor)
         self._weights.history = self.history
 
 

@@ -101,7 +101,7 @@ def test_a_server_says_what_it_is(bench_server: Live) -> None:
     assert said["prompts"] == "token ids"
     assert set(said["takes"]) == {"cache_salt", "ignore_eos", "return_timings", "stream_options"}
     assert (said["can_reset"], said["pool_tokens"]) == (True, 1024)
-    assert said["version"].keys() == {"version", "root"}
+    assert said["version"].keys() == {"version", "root", "identity"}
 
 
 def test_a_server_of_the_oldest_kind_gets_text_and_what_it_does_not_say_stays_unknown() -> None:

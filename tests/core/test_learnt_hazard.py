@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from core_world import make_chain
 
 from anaphora.core import CacheManager, Request, check_cache
 from anaphora.core.eviction.duel import Duel
 from anaphora.core.eviction.hazard_table import _WIDTHS, NUM_AGES, HazardTable, _gittins
 from anaphora.core.eviction.learnt_hazard import LearntHazard
-from anaphora.core.ids import BlockHash
+from anaphora.core.ids import BlockHash, BlockId
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.sampling_params import SamplingParams
 
@@ -53,6 +54,38 @@ def test_a_block_is_no_leaf_while_another_run_hangs_at_it() -> None:
     run(cache, prompt(1, 2, 3, 4))  # 1 to 4
     run(cache, prompt(1, 2))  # 1 and 2 are released again; 3, 4 hang at 2
     policy = cache.pool.pins.policy
+    assert policy.take(4) == [4, 3, 2, 1]
+
+
+def chain_of_four() -> LearntHazard:
+    """A policy over an index in which blocks 1 to 4 hold one chain; none of them is free."""
+    index = PrefixIndex(5)
+    chain = make_chain([1, 2, 3, 4], block_size=1)
+    blocks = [BlockId(block) for block in (1, 2, 3, 4)]
+    index.stage(blocks, chain, 0, None)
+    index.commit(blocks)
+    return LearntHazard(index)
+
+
+def ids(*blocks: int) -> list[BlockId]:
+    return [BlockId(block) for block in blocks]
+
+
+def test_a_copy_that_goes_from_the_middle_of_a_run_leaves_two_runs() -> None:
+    policy = chain_of_four()
+    policy.put(ids(4, 3, 2, 1), 3)
+    policy.discard(BlockId(2))
+    assert sorted(policy) == [1, 3, 4]
+    policy.remove(ids(1))
+    assert sorted(policy) == [3, 4]
+    policy.put(ids(2, 1), 1)
+    assert policy.take(4) == [4, 3, 2, 1]
+
+
+def test_a_block_that_comes_late_still_goes_before_its_parent() -> None:
+    policy = chain_of_four()
+    policy.put(ids(4, 2, 1), 3)
+    policy.put(ids(3), 2)
     assert policy.take(4) == [4, 3, 2, 1]
 
 

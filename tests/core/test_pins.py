@@ -168,6 +168,16 @@ def test_a_reset_ends_every_pin() -> None:
     assert cache.pool.pins.num_pinned == 4
 
 
+def test_another_model_ends_every_pin_and_may_use_all_of_the_limit() -> None:
+    cache = make_cache(8, PinLimits(0.5, 0.5))
+    run(cache, letters(1, 4), tenant="t", cache_priority=9)
+    cache.replace_root(b"another")
+    assert (cache.pool.pins.num_pinned, cache.pool.free_queue.num_cached) == (0, 4)
+    check_cache(cache)
+    run(cache, letters(1, 4), tenant="t", cache_priority=1)
+    assert cache.pool.pins.num_pinned == 4
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_equation_holds_and_children_go_first_with_pins_at_random(policy: str, seed: int) -> None:

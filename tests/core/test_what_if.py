@@ -6,6 +6,7 @@ import hashlib
 import random
 
 import pytest
+from core_world import World
 
 from anaphora.core import CacheManager, Request, Scheduler
 from anaphora.core.ids import BlockHash
@@ -154,6 +155,31 @@ def test_a_reset_empties_every_pool_and_keeps_the_counts() -> None:
     assert run(cache, prompt) == 0
     assert cache.what_if is not None
     assert [(point.num_queried_tokens, point.num_hit_tokens) for point in cache.what_if.curve()] == [(51, 16)] * 4
+
+
+def test_after_a_reset_the_curve_begins_with_empty_pools() -> None:
+    draw = random.Random(5)
+    prompts = [walk(draw, 9) for _ in range(300)]
+    what_if = WhatIf(24, BLOCK_SIZE)
+    caches = [CacheManager(24, BLOCK_SIZE, what_if=what_if), *(CacheManager(size, BLOCK_SIZE) for size in (12, 48, 96))]
+    found = [0, 0, 0, 0]
+    for number, prompt in enumerate(prompts):
+        for place, cache in enumerate(caches):
+            found[place] += run(cache, prompt)
+            if number % 60 == 59:
+                assert cache.reset()
+    assert [point.num_hit_tokens for point in what_if.curve()] == [found[1], found[0], *found[2:]]
+
+
+def test_what_was_generated_can_be_found() -> None:
+    world = World(20, BLOCK_SIZE)
+    world.add("a", [1] * 6, max_tokens=11)
+    world.run()
+    world.add("b", [*world.requests["a"].tokens.tolist(), 5])
+    world.run()
+    stats = world.scheduler.stats()
+    assert stats.counters.num_hit_tokens == 16
+    assert [point.num_hit_tokens for point in stats.what_if] == [16] * 4
 
 
 def test_no_curve_is_kept_unless_asked_for() -> None:

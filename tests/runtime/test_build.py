@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from recurrent_models import lfm2
 from tiny_llama import MAX_POSITIONS, ids, make_tiny_llama
 from windowed_models import gpt_oss
 
@@ -74,6 +75,13 @@ def test_a_sliding_window_limits_no_context():
     assert engine.engine.kv_bytes_per_token == (512, 512)
     (again,) = engine.generate(ids(1, 100), GREEDY)
     assert (again.num_cached_tokens, again.outputs[0].token_ids) == (96, output.outputs[0].token_ids)
+
+
+def test_there_is_a_what_if_curve_only_where_it_is_true():
+    assert llm().stats().what_if
+    assert not llm(enable_prefix_caching=False).stats().what_if
+    for model in (gpt_oss(16), lfm2()):  # blocks of several groups share a pool; a state has slots of its own
+        assert not LLM(model, num_blocks=64, max_model_len=256).stats().what_if
 
 
 def test_a_fast_hash_finds_the_same():

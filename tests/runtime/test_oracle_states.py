@@ -75,6 +75,25 @@ def test_with_caching_off_nothing_is_cached_and_everything_is_right() -> None:
         assert output.num_cached_tokens == 0
 
 
+def test_a_recurrent_layer_keeps_the_forward_that_its_owner_gave_it() -> None:
+    module = FAMILIES["lfm2"]()
+    layer = module.model.layers[0].conv
+    own, num_calls = layer.forward, 0
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        return own(*args, **kwargs)
+
+    layer.forward = counted
+    engine = LLM(module, block_size=4, num_blocks=64)
+    num_before = num_calls
+    for seed in (1, 2):
+        engine.generate(ids(seed, 6), ONE)
+        assert layer.forward is counted
+    assert num_calls > num_before
+
+
 def test_with_one_slot_the_last_prompt_hits_and_every_other_one_is_right() -> None:
     reference, engine = FAMILIES["qwen3_next"](), llm("qwen3_next", num_state_slots=1)
     hits = []

@@ -178,14 +178,18 @@ def test_engines_that_share_the_module_refuse_to_mix_and_go_on_when_told(module:
     one.update_weights(scaled())
     (output,) = other.generate([PROMPT], PARAMS)
     assert "another engine" in str(output.error)
-    roots = {one.engine.root, other.engine.root}
     other.update_weights(scaled())
-    assert other.engine.root not in roots
+    assert other.engine.root == one.engine.root  # as both compute the same
     output = ask(other)
     assert output.num_cached_tokens == 0
     assert deviation(changed(scaled()), output) < TOLERANCE
+    assert ask(one).error is None
+    other.update_weights(scaled())  # of no other engine: it counts as an update, whatever is in it
+    (output,) = one.generate([PROMPT], PARAMS)
+    assert "another engine" in str(output.error)
     one.update_weights(scaled())
     assert ask(one).num_cached_tokens == 0
+    assert [ask(each).error for each in (one, other)] == [None, None]
 
 
 @pytest.fixture

@@ -77,9 +77,9 @@ def test_model_names_an_adapter_on_every_endpoint(live_lora: Live, folders: dict
     assert [reply["usage"]["input_tokens_details"]["cached_tokens"] for reply in responses] == [64, 64]
     for reply, other in zip(responses, chat, strict=True):
         assert reply["output"][0]["content"][0]["text"] == other["choices"][0]["message"]["content"]
-    vectors = [live.post("/v1/embeddings", input="x" * 60, model=name) for name in ("tiny", "one")]
-    assert [reply["model"] for reply in vectors] == ["tiny", "one"]
-    assert vectors[0]["data"] != vectors[1]["data"]
+    embedded = [live.post("/v1/embeddings", input="x" * 60, model=name) for name in ("tiny", "one")]
+    assert embedded[0]["data"] != embedded[1]["data"]
+    assert [reply["model"] for reply in embedded] == ["tiny", "one"]
     assert live.post("/tokenize", prompt="a", model="one")["tokens"] == live.post("/tokenize", prompt="a")["tokens"]
 
 

@@ -130,6 +130,13 @@ def test_a_taken_port_and_a_missing_key_file_are_told_before_the_model_is_loaded
     assert "key file" in capsys.readouterr().err
 
 
+def test_the_ready_line_does_not_take_a_pool_that_groups_share_for_one_table() -> None:
+    from anaphora.cli.serve import pool_size
+
+    assert pool_size(64, 8, 512, 1000) == "64 blocks of 8 = 512 tokens, 1,000 bytes"
+    assert pool_size(128, 16, 336, None) == ("128 blocks of 16 shared by groups of layers, 336 tokens of one request")
+
+
 def test_every_option_of_the_server_can_be_set_from_the_command_line() -> None:
     import dataclasses
 
