@@ -132,7 +132,7 @@ class FakeExecutor:
         self._last_step = plan.step
         assert len(set(plan.released)) == len(plan.released)
         for request_id in plan.released:
-            del self.requests[request_id]
+            self.requests.pop(request_id, None)
         for admission in plan.admitted:
             assert admission.request_id not in self.requests, "admitted twice"
             self.requests[admission.request_id] = Known(

@@ -121,8 +121,11 @@ class Checkpoints:
             slot, writer, rolls = self._pending[lineage]
             self._pending[lineage] = slot, writer, rolls and not stays
             return None
+        own = None if stays else self._rolls(request.request_id)
         if self._free:
             slot = self._free.pop()
+        elif own is not None:  # a long output takes one slot, not those of the prompts
+            slot = self._held.pop(own).slot
         elif self._held:
             slot = self._held.popitem(last=False)[1].slot
         else:

@@ -20,7 +20,7 @@ def check_fits(num_prompt_tokens: int, max_model_len: int | None, cache: CacheMa
     if num_prompt_tokens > cache.capacity_tokens:
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens, but the whole pool holds {cache.capacity_tokens} "
-            f"({cache.pool.num_blocks} blocks of {cache.block_size}); shorten it or raise num_blocks"
+            f"({cache.pool.num_blocks} blocks of {cache.block_size}{_shared_by(cache)}); shorten it or raise num_blocks"
         )
 
 
@@ -38,3 +38,8 @@ def finish_reason(request: Request, token_id: int, max_model_len: int | None, ca
         return "length"
     # The last token's K/V are never needed, so one token more than the pool holds can be known.
     return "length" if request.num_tokens > cache.capacity_tokens else None
+
+
+def _shared_by(cache: CacheManager) -> str:
+    num_groups = len(cache.layout.groups)
+    return f", shared by {num_groups} groups of layers" if num_groups > 1 else ""

@@ -87,7 +87,8 @@ class StepPlan:
     """One step: one forward pass over the scheduled tokens of every scheduled request, in this order.
 
     released: requests to forget before anything else (finished, aborted, failed or preempted since
-        the plan before this one). An id may be released and admitted again in one plan.
+        the plan before this one, or told of by a plan that failed). An id may be released and admitted again in one
+        plan, and may be one that the executor has forgotten already.
     """
 
     step: int

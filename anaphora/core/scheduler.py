@@ -311,7 +311,10 @@ class Scheduler:
         in_flight = self._take_in_flight(plan)
         self._counters.num_failed_steps += 1
         self._withdraw(in_flight.values())
-        return [self._fail_request(entry.request, reason) for entry in in_flight.values()]
+        updates = [self._fail_request(entry.request, reason) for entry in in_flight.values()]
+        # Whether the executor came to release them, nobody knows.
+        self._released = list(dict.fromkeys((*plan.released, *self._released)))
+        return updates
 
     def _take_in_flight(self, plan: StepPlan) -> dict[RequestId, InFlight]:
         assert self._in_flight is not None, "there is no plan in flight"

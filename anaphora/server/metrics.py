@@ -82,8 +82,11 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "anaphora:kv_cache_usage_perc", "Share of blocks held by requests, 0 to 1.", value=usage
         )
-        pool_tokens = gauges.num_total_blocks * self._engine.engine.block_size
-        yield GaugeMetricFamily("anaphora:kv_cache_tokens", "Tokens that all blocks together hold.", value=pool_tokens)
+        yield GaugeMetricFamily(
+            "anaphora:kv_cache_tokens",
+            "Tokens of one request that all blocks together can hold.",
+            value=self._engine.engine.capacity_tokens,
+        )
         for state, number, text in (
             ("running", gauges.num_running, "Requests that hold blocks."),
             ("waiting", gauges.num_waiting + gauges.num_following, "Requests that wait to be admitted."),
