@@ -138,13 +138,14 @@ class LLM:
         dimensions: int | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[EmbeddingOutput]:
         """Embeddings of one prompt or several, in their order, out of the model's final hidden states.
 
         pooling, normalize, dimensions: see PoolingParams. The rest is as in generate.
         """
         params = embedding_params(PoolingParams(pooling, normalize, dimensions))
-        outputs = self.generate(prompts, params, cache_salt=cache_salt, priority=priority)
+        outputs = self.generate(prompts, params, cache_salt=cache_salt, priority=priority, adapter=adapter)
         return [EmbeddingOutput.of(output, pooling) for output in outputs]
 
     def stream(

@@ -91,7 +91,8 @@ class PagedForward:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [len(keep), vocab] of the packed tokens `keep`, and the final hidden states [num_tokens, hidden].
 
-        input_ids, position_ids: [1, num_tokens] int64. rows: in place of token embeddings. The hidden states are None if the class hides its decoder.
+        input_ids, position_ids: [1, num_tokens] int64.
+        rows: in place of token embeddings. The hidden states are None if the class hides its decoder.
         """
         with ExitStack() as stack:
             stack.enter_context(self._lock)

@@ -63,7 +63,7 @@ def check_vision(module: PreTrainedModel, layout: ModelLayout, vision: VisionMod
     if bool(expected.isfinite().all()) and not difference <= tolerance:
         raise UnsupportedModelError(
             f"{name} gives other results for an image through the paged attention than by itself (relative error "
-            f"{difference:.2g}): its image tokens are not read one after the other like text; use a model of the LLaVA type"
+            f"{difference:.2g}): its image tokens are not read like text; use a model of the LLaVA type"
         )
 
 

@@ -161,14 +161,18 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
 _TEXT: dict[str, Any] = {"type": "string"}
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPTS: dict[str, Any] = {"anyOf": [_TEXT, _IDS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}]}
-_PARTS: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["type", "text"],
-        "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": _TEXT},
-    },
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": _TEXT},
 }
+_URL: dict[str, Any] = {"type": "object", "required": ["url"], "properties": {"url": _TEXT, "detail": _TEXT}}
+_IMAGE_PART: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {"type": {"enum": ["image_url"]}, "image_url": {"anyOf": [_TEXT, _URL]}},
+}
+_PARTS: dict[str, Any] = {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}
 _MESSAGE: dict[str, Any] = {
     "type": "object",
     "required": ["role", "content"],
@@ -191,6 +195,7 @@ _SHAPES: Mapping[str, dict[str, Any]] = {
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     "messages": _MESSAGES,
     "prompt": _PROMPTS,
+    "prompt_embeds": {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": _TEXT}]},
     "response_format": {
         "type": "object",
         "required": ["type"],

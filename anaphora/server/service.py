@@ -122,7 +122,7 @@ class Service:
         memo_domain: str | None = None,
         fetched: Callable[[NamedImage], bytes] | None = None,
     ) -> tuple[str, list[int] | PreparedPrompt]:
-        """A conversation as text, and ready for the engine. Slow: for a worker thread. fetched: what `fetch_images` gave.
+        """A conversation as text, and ready for the engine. For a worker thread. fetched: what `fetch_images` gave.
 
         Raises ApiError, RequestError.
         """

@@ -1,4 +1,4 @@
-"""Images: every output is what the model gives by itself with `pixel_values`, whatever is cached; the key is content."""
+"""Images: every output is what the model gives by itself with `pixel_values`, whatever is cached."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,38 @@ def test_a_prompt_is_scored_with_its_adapter(
     assert float((right[0] - right[1]).abs().max()) > APART
 
 
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_an_engine_beside_it_on_the_same_module_is_not_touched(
+    module: Any, folders: dict[str, Path], references: dict[str | None, Any], fast_forward: bool
+) -> None:
+    adapted, plain = (
+        make_llm(module, folders, num_blocks=64, enable_prefix_caching=False, fast_forward=fast_forward)
+        for _ in range(2)
+    )
+    with ThreadPoolExecutor(2) as threads:
+        futures = [
+            threads.submit(lambda llm, name: [ask(llm, name) for _ in range(6)], llm, name)
+            for llm, name in ((adapted, "all"), (plain, None))
+        ]
+        outputs = [future.result(timeout=120) for future in futures]
+    for name, given in zip(("all", None), outputs, strict=True):
+        for output in given:
+            is_exact(references[name], output)
+
+
+def test_an_embedding_is_that_of_its_adapter(
+    module: Any, folders: dict[str, Path], references: dict[str | None, Any]
+) -> None:
+    llm = make_llm(module, folders)
+    names = [None, "mlp", "all"]
+    given = [torch.tensor(output.embedding) for output in llm.embed([PROMPT] * 3, normalize=False, adapter=names)]
+    for name, own in zip(names, given, strict=True):
+        with torch.inference_mode():
+            states = references[name].model(input_ids=torch.tensor([PROMPT]), use_cache=False).last_hidden_state
+        assert float((own - states[0, -1]).abs().max()) < TOLERANCE
+        assert float((own - given[0]).abs().max()) > APART or name is None
+
+
 def test_choices_and_streams_take_an_adapter(
     module: Any, folders: dict[str, Path], references: dict[str | None, Any]
 ) -> None:
@@ -275,6 +308,7 @@ def test_content_is_the_identity_whatever_it_is_called(module: Any, tmp_path: Pa
     for name in ("two", "regex"):
         llm.unload_adapter(name)
     assert llm.engine._registry.in_memory == frozenset()
+    assert llm.engine._executor._stacks._layers == ()  # nothing of it is left
     with pytest.raises(UnknownAdapterError):
         ask(llm, "one")
     llm.load_adapter("later", tmp_path / "one")

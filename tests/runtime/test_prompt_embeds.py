@@ -117,7 +117,7 @@ def test_which_positions_are_rows_is_of_the_key(llm: LLM, reference: Any) -> Non
     for mask in masks:
         prompt = {
             "prompt_embeds": rows(1, 2),
-            "prompt_token_ids": [9] * 4 + tokens,
+            "prompt_token_ids": [0] * 4 + tokens,
             "embeds_mask": mask + [False] * 20,
         }
         output = ask(llm, prompt)

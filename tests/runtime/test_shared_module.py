@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -77,3 +79,12 @@ def test_a_request_that_was_added_by_hand_survives_a_clash_of_ids() -> None:
     with pytest.raises(DuplicateRequestError):
         llm.generate([ids(2, 10)], GREEDY)
     assert llm.engine.num_unfinished == 1
+
+
+def test_a_served_module_can_be_copied_and_pickled() -> None:
+    module = make_tiny_llama()
+    (expected,) = LLM(module, num_blocks=64).generate([ids(1, 10)], GREEDY)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert vars(twin)["_anaphora_lock"] is not vars(module)["_anaphora_lock"]
+        (output,) = LLM(twin, num_blocks=64).generate([ids(1, 10)], GREEDY)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,10 +39,17 @@ class Pages(BaseHTTPRequestHandler):
         elif kind == "trickle":
             self.send_response(200)
             self.end_headers()
-            for _ in range(100):
-                self.wfile.write(b"x")
-                self.wfile.flush()
-                time.sleep(0.05)
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    self.wfile.flush()
+                    time.sleep(0.05)
+        elif kind == "head":  # never a whole line
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    self.wfile.flush()
+                    time.sleep(0.05)
         else:
             self.send_error(404)
 
@@ -174,6 +182,10 @@ def test_size_and_time_have_ends(site: Site) -> None:
         fetch(remote(names, max_remote_image_bytes=1000), f"http://a.test:{port}/image/1001")
     with pytest.raises(InvalidParameterError, match=r"within 0.2 s"):
         fetch(remote(names, remote_image_timeout_s=0.2), f"http://a.test:{port}/trickle")
+    begin_s = time.monotonic()
+    with pytest.raises(InvalidParameterError, match=r"within 0.2 s"):
+        fetch(remote(names, remote_image_timeout_s=0.2), f"http://a.test:{port}/head")
+    assert time.monotonic() - begin_s < 2.5  # of the five seconds that it would go on
 
 
 @pytest.mark.parametrize(
