@@ -34,7 +34,7 @@ from anaphora.errors import ConfigError
 SCALES = (0.5, 1.0, 2.0, 4.0)
 """Pool sizes on the curve, as multiples of the real one."""
 
-MAX_LISTED_BLOCKS = 32_768
+MAX_LISTED_BLOCKS = 131_072
 """What bounds memory: about 6 MiB."""
 
 _HASH_RANGE = 1 << 64
