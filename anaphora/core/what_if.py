@@ -35,7 +35,7 @@ SCALES = (0.5, 1.0, 2.0, 4.0)
 """Pool sizes on the curve, as multiples of the real one."""
 
 MAX_LISTED_BLOCKS = 131_072
-"""What bounds memory: about 6 MiB."""
+"""What bounds memory: about 24 MiB."""
 
 _HASH_RANGE = 1 << 64
 _NEVER = -1
