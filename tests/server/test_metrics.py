@@ -14,6 +14,7 @@ import pytest
 from server_world import Live, cached, chunks, serving
 from tiny_llama import ids
 
+from anaphora.cli.options import EngineOptions
 from anaphora.cli.serve import ServerOptions
 from anaphora.core.hashing import root_digest
 from anaphora.server.fields import ChatFields, CompletionFields, ResponsesFields
@@ -158,5 +159,6 @@ def test_every_field_and_option_is_documented() -> None:
     text = (DOCS / "server.md").read_text()
     fields = {*CompletionFields.model_fields, *ChatFields.model_fields, *ResponsesFields.model_fields}
     assert [name for name in sorted(fields) if f"`{name}`" not in text and f"`{name}." not in text] == []
-    flags = {name.replace("_", "-").removesuffix("-s") for name in ServerOptions.__dataclass_fields__}
+    names = {*ServerOptions.__dataclass_fields__, *EngineOptions.__dataclass_fields__} - {"enable_prefix_caching"}
+    flags = {"prefix-caching", *(name.replace("_", "-").removesuffix("-s") for name in names)}
     assert [flag for flag in sorted(flags) if f"`--{flag}`" not in text] == []
