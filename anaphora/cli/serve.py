@@ -180,6 +180,7 @@ def serve(
 
     from anaphora.api.build import build_engine  # brings torch: not before the options are right
 
+    logging.getLogger(__name__).info("loading %s", engine_config.model)
     running = build_engine(engine_config, progress=True)
     for name, folder in adapters:
         running.load_adapter(name, folder)

@@ -121,7 +121,8 @@ class Source:
 
     def _get(self, path: str) -> tuple[int, str]:
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        request = urllib.request.Request(self.url.rstrip("/") + path, headers=headers)
+        base = self.url.rstrip("/").removesuffix("/v1")  # what clients call the base URL does as well
+        request = urllib.request.Request(base + path, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
                 return reply.status, reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")

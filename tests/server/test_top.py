@@ -101,7 +101,7 @@ def test_once_prints_a_snapshot(live: Live, capsys: pytest.CaptureFixture[str]) 
 def test_json_is_one_document(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     live.reset()
     live.generate(ids(78, 100), 2)
-    assert main(["top", live.url, "--json"]) == 0
+    assert main(["top", live.url + "/v1", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert sum(document["blocks"].values()) == 256
     assert list(document["what_if"]) == POOLS
