@@ -105,12 +105,12 @@ def test_these_classes_give_their_own_results(
     ("config_name", "class_name", "settings", "reason"),
     [
         (
-            "Lfm2Config",
-            "Lfm2ForCausalLM",
-            {"layer_types": ["conv", "full_attention"]},
-            r"layers of type conv; supported are full_attention, sliding_attention, chunked_attention",
+            "MiniMaxConfig",
+            "MiniMaxForCausalLM",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            r"layers of type linear_attention; supported are full_attention, sliding_attention, chunked_attention, and "
+            "recurrent ones that keep their state",
         ),
-        ("MambaConfig", "MambaForCausalLM", {}, "layers of type linear_attention"),
         ("BloomConfig", "BloomForCausalLM", {}, "does not use the attention interface"),
         ("FalconConfig", "FalconForCausalLM", {}, "does not use the attention interface"),
         ("StableLmConfig", "StableLmForCausalLM", {}, "does not get the keyword arguments"),
