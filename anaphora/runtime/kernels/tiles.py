@@ -22,9 +22,6 @@ from anaphora.runtime.kernels.vectors import I8, I16, I32, I64, Vectors, feature
 _POINTER = I8.as_pointer()
 TILE_BYTES = 1024
 
-CONFIG_BYTES = 64
-"""Of a tile configuration: every tile is 16 rows of 64 bytes."""
-
 
 def configuration() -> bytes:
     return bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8)
