@@ -8,6 +8,7 @@ from test_oracle import is_exact, run
 from tiny_llama import ids
 
 from anaphora import LLM, SamplingParams
+from anaphora.runtime.state_cache import StateCache
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
 ONE = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
@@ -102,3 +103,16 @@ def test_with_one_slot_the_last_prompt_hits_and_every_other_one_is_right() -> No
         is_exact(reference, output)
         hits.append(output.num_cached_tokens)
     assert hits == [0, 28, 0, 0, 28]
+
+
+def test_a_state_that_is_not_finite_ends_its_request_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have overflowed behind outputs that are still finite."""
+    engine = llm("lfm2")
+    with monkeypatch.context() as patch:
+        patch.setattr(StateCache, "is_finite", lambda self, row: False)
+        engine.engine.add_request("bad", ids(1, 30), ONE)
+        (step,) = [step for step in iter(lambda: engine.engine.step(), []) for step in step]
+        assert step.output is not None and step.output.outputs[0].finish_reason == "error"
+    (output,) = engine.generate(ids(1, 30), ONE)
+    assert output.num_cached_tokens == 0
+    is_exact(FAMILIES["lfm2"](), output)
