@@ -7,7 +7,8 @@ whatever holds a reference to those (the layers, the decoder of the fast path) c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,9 @@ from anaphora.errors import WeightsError
 from anaphora.runtime.forward import module_lock
 from anaphora.runtime.sources.digests import canonical_json, tensors_digest, text_digest
 
-_CHANGES = "_anaphora_weights"  # on the module, as what was done to it concerns every engine over it
+# On the module, as what was done to it concerns every engine over it.
+_CHANGES = "_anaphora_weights"
+_VERSIONS = "_anaphora_versions"
 
 
 class LiveWeights:
@@ -25,19 +28,56 @@ class LiveWeights:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
+        self._parameters = [part._parameters for part in module.modules() if part._parameters]
+        self._versions = self._versions_now()
         self.history = self._of_module()
+
+    def _versions_now(self) -> tuple[int, ...]:
+        """Others after every write to a parameter, and in place of a replaced one, as far as torch counts them: a write
+        through `.data` is not seen, nor one to a submodule that came later."""
+        return tuple(
+            number
+            for parameters in self._parameters
+            for tensor in parameters.values()
+            if tensor is not None
+            for number in (id(tensor), 0 if tensor.is_inference() else tensor._version)
+        )
+
+    def _is_tampered_with(self) -> bool:
+        """Whether a parameter was written to by other than update_weights since this engine last looked."""
+        now = self._versions_now()
+        if now == vars(self._module).get(_VERSIONS):  # another engine has given the same values again
+            self._versions = now
+        return now != self._versions
 
     def _of_module(self) -> str:
         history: str = vars(self._module).get(_CHANGES, "")
         return history
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While this lasts, no engine over the module changes them: what `check_current` has said stays true."""
+        with module_lock(self._module):
+            yield
+
     def check_current(self) -> None:
-        """Raises WeightsError if another engine over this module has changed its weights: K/V here are of the old."""
+        """Raises WeightsError if others have changed the weights: K/V here are of the old ones."""
         if self.history != self._of_module():
             raise WeightsError(
                 "the model's weights were changed through another engine that shares the module: "
                 "call update_weights on this one, too"
             )
+        if self._is_tampered_with():
+            raise WeightsError(
+                "the model's weights were written to behind the engine's back, and what is cached is of the old ones: "
+                "give the new ones to update_weights"
+            )
+
+    def take_over(self, history: str) -> None:
+        """The module is as it should be, after these updates."""
+        self.history = history
+        self._versions = self._versions_now()
+        vars(self._module).update({_CHANGES: history, _VERSIONS: self._versions})
 
     def prepare(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Check that every tensor fits; changes nothing.
@@ -62,8 +102,10 @@ class LiveWeights:
                 raise WeightsError(f"{name} and {twin} are one tensor of the model and are given different values")
             given[name] = tensor.detach()
         history = self._of_module()
-        if self.history == history or not all(
-            torch.equal(one.to(own[name].device), own[name]) for name, one in given.items()
+        if (
+            self.history == history
+            or self._is_tampered_with()
+            or not all(torch.equal(one.to(own[name].device), own[name]) for name, one in given.items())
         ):
             history = text_digest(canonical_json([history, tensors_digest(given.items())]))
         return WeightUpdate(self, own, given, history)
@@ -82,11 +124,10 @@ class WeightUpdate:
     def apply(self) -> None:
         """Copy them in. No forward may run meanwhile."""
         staged = {name: tensor.to(self._own[name].device) for name, tensor in self._given.items()}  # may lack memory
-        with module_lock(self._weights._module):  # another engine's forward through the library's layers ends first
-            vars(self._weights._module)[_CHANGES] = self.history
+        with module_lock(self._weights._module):  # a step of another engine over the module ends first
             for name, tensor in staged.items():
                 self._own[name].copy_(tensor)
-        self._weights.history = self.history
+            self._weights.take_over(self.history)
 
 
 def _pairs(tensors: object) -> list[tuple[str, torch.Tensor]]:
