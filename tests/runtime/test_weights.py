@@ -221,7 +221,7 @@ def test_weights_are_changed_between_two_steps_of_an_engine_beside_it_never_with
     stepping.join(30)
     changing.join(30)
     assert not stepping.is_alive() and not changing.is_alive()
-    reference = SimpleNamespace(token_ids=steps[0].token_ids, logprobs=steps[0].logprobs)
+    reference = SimpleNamespace(token_ids=list(steps[0].token_ids), logprobs=steps[0].logprobs)
     assert deviation(make_tiny_llama(), SimpleNamespace(outputs=[reference])) < TOLERANCE  # purely the old
     (last,) = one.engine.step()
     assert "another engine" in str(last.output.error)
