@@ -22,6 +22,8 @@ from anaphora.runtime.chunks import cut_into_chunks
 from anaphora.runtime.decoder import Decoder, DecoderLayer, NotRecognisedError, Parameters
 from anaphora.runtime.kernels import barrier, step, tiles
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS
+from anaphora.runtime.lora.addresses import LowRankTables
+from anaphora.runtime.lora.context import AdapterContext
 from anaphora.runtime.threads import ThreadTeam
 
 ALIGNMENT_BYTES = 64
@@ -30,6 +32,7 @@ ALIGNMENT_BYTES = 64
 # Up to where a step of the kernels takes less time than one of torch: measured, see docs/log.md.
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
 MAX_TOKENS_TILES = 256
+MAX_TOKENS_ADAPTERS = 16  # every thread multiplies all tokens with the narrow halves of adapters
 
 
 class CpuStep:
@@ -62,6 +65,7 @@ class CpuStep:
         self._wide = _rows(num_rows, widest)
         self._words = _rows(num_rows, self._vocab_size)
         self._partials = _Partials(num_heads, decoder.head_dim)
+        self._low_rank = LowRankTables(decoder)
         norms = [(la.input_norm, la.query_norm, la.key_norm, la.mlp_norm) for la in decoder.layers]
         self._eps = np.array(
             [[0.0 if norm is None else norm.eps for norm in four] for four in norms] + [[decoder.norm.eps] * 4],
@@ -89,10 +93,12 @@ class CpuStep:
         if decoder.head_dim > 256:
             raise NotRecognisedError("its heads are longer than 256")
 
-    def takes(self, num_tokens: int, context: object) -> bool:
+    def takes(self, num_tokens: int, context: object, adapters: AdapterContext | None = None) -> bool:
         """Whether this step is one for the kernels."""
+        most = self.max_tokens if adapters is None else min(self.max_tokens, MAX_TOKENS_ADAPTERS)
         return (
-            num_tokens <= self.max_tokens
+            num_tokens <= most
+            and (adapters is None or self._low_rank.takes(adapters))
             and isinstance(context, PagedContext)
             and context.cache.keys[0].dtype == self._dtype
         )
@@ -104,9 +110,10 @@ class CpuStep:
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
+        adapters: AdapterContext | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]; overwrites these."""
-        return self._run(range(len(self._decoder.layers)), hidden, rotations, position_ids, keep, context)
+        return self._run(range(len(self._decoder.layers)), hidden, rotations, position_ids, keep, context, adapters)
 
     def run_layer(
         self,
@@ -129,6 +136,7 @@ class CpuStep:
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
+        adapters: AdapterContext | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.get_num_threads() != self._team.num_threads:
             self._take_threads(torch.get_num_threads())
@@ -143,6 +151,8 @@ class CpuStep:
         final = [_address(self._decoder.norm.parameters), _address(self._decoder.head), _bias(self._decoder.head)]
         cos, sin = (part.float().contiguous().numpy() for part in rotations)
         self._partials.grow(int(chunks.token_partials[-1]))
+        low_rank, owners, rank = self._low_rank.of_step(adapters)
+        narrow = np.empty((self._team.num_threads, 3, len(owners), rank), dtype=np.float32)
         normed = torch.empty_like(hidden)
         logits = hidden.new_empty((keep.shape[0], self._vocab_size))
         sizes = [num_tokens, self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, self._vocab_size]
@@ -158,7 +168,7 @@ class CpuStep:
             chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,
             keep.numpy(), np.array(final, dtype=np.int64), np.array(buffers, dtype=np.int64), self._own.ctypes.data,
             self._own_size, self._configuration.ctypes.data, self._wide, self._words, self._scores, self._partials.tops,
-            self._partials.sums, self._partials.values, self._head_dim, self._element,
+            self._partials.sums, self._partials.values, low_rank, owners, narrow, self._head_dim, self._element,
         )  # fmt: skip
         team.run(lambda thread: step.run_step(thread, *arguments), self._abandon)
         return logits, normed

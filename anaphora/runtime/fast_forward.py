@@ -81,13 +81,16 @@ class FastForward:
         adapters: AdapterContext | None = None,
         rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if adapters is not None or rows or self._is_changed():
+        kernels = self._kernels
+        if kernels is not None and not kernels.takes(input_ids.shape[1], context, adapters):
+            kernels = None
+        if rows or self._is_changed() or (adapters is not None and kernels is None):
             return self._library(input_ids, position_ids, keep, context, adapters, rows)
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
         rotations = decoder.rotations(hidden, position_ids)
-        if self._kernels is not None and self._kernels.takes(hidden.shape[0], context):
-            return self._kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context))
+        if kernels is not None:
+            return kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context), adapters)
         for layer in decoder.layers:
             hidden = decoder.run_layer(layer, hidden, rotations, context)
         hidden = normalise(hidden, decoder.norm)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anaphora.runtime.lora.adapter import Adapter, LowRankPair, make_adapter
-from anaphora.runtime.lora.context import AdapterContext, AdapterStacks, stack
+from anaphora.runtime.lora.context import AdapterContext, AdapterStacks
 
 
 class Inputs:
@@ -99,7 +99,7 @@ def test_a_stack_serves_until_the_adapters_of_a_step_are_others(layers: dict[str
 def test_an_owners_own_forward_comes_back_whatever_happens(layers: dict[str, torch.nn.Linear]) -> None:
     own = lambda inputs: torch.zeros((1, 2, 5))  # noqa: E731
     layers["one"].forward = own  # type: ignore[method-assign, assignment]
-    context = AdapterContext(stack([random_adapter(1, layers, 2)]), torch.tensor([0, -1]))
+    context = AdapterContext((random_adapter(1, layers, 2),), torch.tensor([0, -1]), AdapterStacks())
     with pytest.raises(KeyError), context.switched():
         assert layers["one"].forward is not own
         raise KeyError
@@ -110,7 +110,7 @@ def test_an_owners_own_forward_comes_back_whatever_happens(layers: dict[str, tor
 def test_a_layer_that_sees_other_rows_than_the_tokens_is_refused(
     layers: dict[str, torch.nn.Linear], shape: tuple[int, ...]
 ) -> None:
-    context = AdapterContext(stack([random_adapter(1, layers, 2)]), torch.tensor([0, -1]))
+    context = AdapterContext((random_adapter(1, layers, 2),), torch.tensor([0, -1]), AdapterStacks())
     with pytest.raises(RuntimeError, match="2 tokens once"), context.switched():
         layers["one"](torch.zeros(shape))
     with pytest.raises(RuntimeError, match="2 tokens once"), context.switched():

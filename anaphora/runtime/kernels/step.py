@@ -23,6 +23,7 @@ from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import gate
 from anaphora.runtime.kernels.linear import linear, prepare
+from anaphora.runtime.kernels.low_rank import DOWN_PART, GATE_PART, UP_PART, K, O, Q, V, add_low_rank, narrow_rows
 from anaphora.runtime.kernels.parts import (
     add_bias,
     add_to_hidden,
@@ -71,7 +72,7 @@ def has_tile_unit():
 def run_step(
     thread, num_threads, addresses, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens, query_visible,
     query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, words, scores, tops, sums,
-    partials, head_dim, element,
+    partials, low_rank, adapters, narrow, head_dim, element,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
@@ -84,7 +85,8 @@ def run_step(
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
     elements, operands. configuration: address of the tiles' one, or 0.
     wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary].
-    scores: float32 [num_threads, ...].
+    scores: float32 [num_threads, ...]. low_rank: int64 [layers, parts, adapters, 3], see kernels.low_rank. adapters:
+    int64 [tokens], or empty if none has one. narrow: float32 [num_threads, 3, tokens, largest rank].
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, vocabulary, use_tiles = sizes[MLP], sizes[VOCABULARY], sizes[USE_TILES] != 0
@@ -115,18 +117,24 @@ def run_step(
         for t in range(num_tokens):
             normalise(hidden + t * stride, a[INPUT_NORM], eps[layer, 0], size, plain + t * stride, element)
         prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
+        for part in (Q, K, V):
+            narrow_rows(plain, stride, size, low_rank[layer, part], adapters, narrow[thread, part], element)
         for unit in range(first_unit, last_unit):
-            kind, head = QUERY, unit
+            kind, head, part, outputs = QUERY, unit, Q, num_heads * dim
             if unit >= num_heads + num_kv_heads:
-                kind, head = VALUE, unit - num_heads - num_kv_heads
+                kind, head, part, outputs = VALUE, unit - num_heads - num_kv_heads, V, num_kv_heads * dim
             elif unit >= num_heads:
-                kind, head = KEY, unit - num_heads
+                kind, head, part, outputs = KEY, unit - num_heads, K, num_kv_heads * dim
             weight, bias = a[kind] + head * dim * stride, a[kind + 1]
             if bias != 0:
                 bias += head * dim * width
             linear(
                 operands, num_tokens, weight, size, 0, dim, wide_at + 4 * unit * dim, wide_stride, scratch, use_tiles,
                 element,
+            )  # fmt: skip
+            add_low_rank(
+                narrow[thread, part], low_rank[layer, part], adapters, outputs, head * dim, (head + 1) * dim, wide,
+                (unit - head) * dim,
             )  # fmt: skip
             for t in range(num_tokens):
                 line = wide[t, unit * dim : (unit + 1) * dim]
@@ -173,6 +181,8 @@ def run_step(
             operands, num_tokens, a[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch, use_tiles,
             element,
         )  # fmt: skip
+        narrow_rows(shared, attended_stride, num_heads * dim, low_rank[layer, O], adapters, narrow[thread, 0], element)
+        add_low_rank(narrow[thread, 0], low_rank[layer, O], adapters, size, first, last, wide, 0)
         for t in range(num_tokens):
             add_to_hidden(hidden + t * stride, wide[t], a[OUTPUT_BIAS], first, last, element)
         if not meet(barrier, num_threads):
@@ -180,11 +190,15 @@ def run_step(
         for t in range(num_tokens):
             normalise(hidden + t * stride, a[MLP_NORM], eps[layer, 3], size, plain + t * stride, element)
         prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
-        for column, offset in ((GATE, 0), (UP, mlp_size)):
+        for column, part, offset in ((GATE, GATE_PART, 0), (UP, UP_PART, mlp_size)):
             linear(
                 operands, num_tokens, a[column], size, first_mlp, last_mlp, wide_at + 4 * offset, wide_stride, scratch,
                 use_tiles, element,
             )  # fmt: skip
+            narrow_rows(plain, stride, size, low_rank[layer, part], adapters, narrow[thread, 0], element)
+            add_low_rank(
+                narrow[thread, 0], low_rank[layer, part], adapters, mlp_size, first_mlp, last_mlp, wide, offset
+            )
             for t in range(num_tokens):
                 add_bias(wide[t, offset : offset + mlp_size], a[column + 1], first_mlp, last_mlp, element)
         for t in range(num_tokens):
@@ -197,6 +211,8 @@ def run_step(
         linear(
             operands, num_tokens, a[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, use_tiles, element
         )  # fmt: skip
+        narrow_rows(shared, mlp_stride, mlp_size, low_rank[layer, DOWN_PART], adapters, narrow[thread, 0], element)
+        add_low_rank(narrow[thread, 0], low_rank[layer, DOWN_PART], adapters, size, first, last, wide, 0)
         for t in range(num_tokens):
             add_to_hidden(hidden + t * stride, wide[t], a[DOWN_BIAS], first, last, element)
         if not meet(barrier, num_threads):

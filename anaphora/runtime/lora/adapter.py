@@ -33,14 +33,16 @@ class LowRankPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """The same, as it is computed: x @ down @ up. down: [in_features, rank]. up: [rank, out_features]."""
+    """The same, as it is computed: x @ down @ up. down: [in_features, rank], of which each column lies in one piece.
+    up: [rank, out_features], of which each row does.
+    """
 
     layer: torch.nn.Linear
     down: torch.Tensor
     up: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """path of a layer -> its part. digest: SHA-256 in hex. rank: the largest."""
 
@@ -69,5 +71,5 @@ def make_adapter(pairs: Mapping[str, LowRankPair]) -> Adapter:
         digest.update(struct.pack("<dIII", pair.scaling, rank, in_features, out_features))
         for matrix in (pair.a, pair.b):
             digest.update(matrix.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        parts[path] = AdapterPart(pair.layer, pair.a.t().contiguous(), (pair.scaling * pair.b).t().contiguous())
+        parts[path] = AdapterPart(pair.layer, pair.a.contiguous().t(), (pair.scaling * pair.b).t().contiguous())
     return Adapter(parts, digest.hexdigest())

@@ -50,21 +50,63 @@ def _joined(matrices: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim)
 
 
+class AdapterStacks:
+    """Keeps the stack of the latest step that had one: the next one mostly needs it."""
+
+    def __init__(self) -> None:
+        self._digests: tuple[str, ...] = ()
+        self._layers: tuple[StackedLayer, ...] = ()
+
+    def context(self, adapters: Sequence[Adapter | None], inputs: StepInputs) -> AdapterContext | None:
+        """adapters: of each scheduled request. None if none has one."""
+        by_digest = {adapter.digest: adapter for adapter in adapters if adapter is not None}
+        if not by_digest:
+            return None
+        ordered = tuple(by_digest[digest] for digest in sorted(by_digest))
+        number_of = {adapter.digest: number for number, adapter in enumerate(ordered)}
+        numbers = [-1] * inputs.input_ids.shape[1]
+        for adapter, (begin, end) in zip(adapters, inputs.spans, strict=True):
+            if adapter is not None:
+                numbers[begin:end] = [number_of[adapter.digest]] * (end - begin)
+        return AdapterContext(ordered, torch.tensor(numbers, device=inputs.input_ids.device), self)
+
+    def of(self, adapters: Sequence[Adapter]) -> tuple[StackedLayer, ...]:
+        """The stack of these, in this order."""
+        digests = tuple(adapter.digest for adapter in adapters)
+        if digests != self._digests:
+            self._layers = stack(adapters)
+            self._digests = digests
+        return self._layers
+
+    def clear(self) -> None:
+        """Keep nothing of adapters that may have left memory."""
+        self._digests, self._layers = (), ()
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterContext:
-    """One step. numbers: [T] int64 on the model's device, the adapter of each packed token in the stack, or -1."""
+    """One step. adapters: of its requests, each once. numbers: [T] int64 on the model's device, the adapter of each
+    packed token among these, or -1. stacks: where the layers' stack comes from, when the library's layers run.
+    """
 
-    layers: tuple[StackedLayer, ...]
+    adapters: tuple[Adapter, ...]
     numbers: torch.Tensor
+    stacks: AdapterStacks
+
+    @property
+    def layers(self) -> tuple[StackedLayer, ...]:
+        """What the adapters change, side by side."""
+        return self.stacks.of(self.adapters)
 
     @contextmanager
     def switched(self) -> Iterator[None]:
         """While this lasts, the layers do what the adapters say. Raises RuntimeError if a layer took no part."""
-        waiting = {stacked.layer for stacked in self.layers}
-        foreign = {columns: self._foreign(columns) for columns in {stacked.columns for stacked in self.layers}}
-        before = [(stacked.layer, vars(stacked.layer).get("forward")) for stacked in self.layers]
+        layers = self.layers
+        waiting = {stacked.layer for stacked in layers}
+        foreign = {columns: self._foreign(columns) for columns in {stacked.columns for stacked in layers}}
+        before = [(stacked.layer, vars(stacked.layer).get("forward")) for stacked in layers]
         try:
-            for stacked in self.layers:
+            for stacked in layers:
                 vars(stacked.layer)["forward"] = _changed(stacked, foreign[stacked.columns], waiting)
             yield
         finally:
@@ -99,31 +141,3 @@ def _changed(
         return outputs
 
     return forward
-
-
-class AdapterStacks:
-    """Makes the contexts of one executor's steps. Keeps the stack of the latest step: the next one mostly needs it."""
-
-    def __init__(self) -> None:
-        self._digests: tuple[str, ...] = ()
-        self._layers: tuple[StackedLayer, ...] = ()
-
-    def context(self, adapters: Sequence[Adapter | None], inputs: StepInputs) -> AdapterContext | None:
-        """adapters: of each scheduled request. None if none has one."""
-        by_digest = {adapter.digest: adapter for adapter in adapters if adapter is not None}
-        if not by_digest:
-            return None
-        digests = tuple(sorted(by_digest))
-        if digests != self._digests:
-            self._layers = stack([by_digest[digest] for digest in digests])
-            self._digests = digests
-        number_of = {digest: number for number, digest in enumerate(digests)}
-        numbers = [-1] * inputs.input_ids.shape[1]
-        for adapter, (begin, end) in zip(adapters, inputs.spans, strict=True):
-            if adapter is not None:
-                numbers[begin:end] = [number_of[adapter.digest]] * (end - begin)
-        return AdapterContext(self._layers, torch.tensor(numbers, device=inputs.input_ids.device))
-
-    def clear(self) -> None:
-        """Keep nothing of adapters that may have left memory."""
-        self._digests, self._layers = (), ()
