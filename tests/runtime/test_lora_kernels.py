@@ -1,4 +1,4 @@
-"""Steps of few tokens with adapters run in the kernels, and give what the model gives with the adapter merged into it."""
+"""Steps of few tokens with adapters run in the kernels, and give what the model with the adapter merged in gives."""
 
 from __future__ import annotations
 
