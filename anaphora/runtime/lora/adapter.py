@@ -71,5 +71,9 @@ def make_adapter(pairs: Mapping[str, LowRankPair]) -> Adapter:
         digest.update(struct.pack("<dIII", pair.scaling, rank, in_features, out_features))
         for matrix in (pair.a, pair.b):
             digest.update(matrix.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        parts[path] = AdapterPart(pair.layer, pair.a.contiguous().t(), (pair.scaling * pair.b).t().contiguous())
+        parts[path] = AdapterPart(
+            pair.layer,
+            pair.a.clone(memory_format=torch.contiguous_format).t(),
+            (pair.scaling * pair.b).t().contiguous(),
+        )
     return Adapter(parts, digest.hexdigest())
