@@ -83,8 +83,9 @@ class LiveWeights:
         """Check that every tensor fits; changes nothing.
 
         tensors: names of the module's `state_dict`, any part of it; each of the shape and dtype that it replaces.
-        Costs a pass over what is given, for its digest; over all weights, if others have written to them. Where another engine has put these very values into the module,
-        this one catches up with it, and both are current. Raises WeightsError.
+        Costs a pass over what is given, for its digest; over all weights, if others have written to them. Where
+        another engine has put these very values into the module, this one catches up with it, and both are current.
+        Raises WeightsError.
         """
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
         if not pairs:
