@@ -58,7 +58,7 @@ def test_a_reset_while_one_decodes(preempt_running: bool) -> None:
     before = llm.stats().counters.num_recomputed_tokens
     assert gen(llm, P).num_cached_tokens == 80  # by then, of what the running one has computed again
     recomputed = llm.stats().counters.num_recomputed_tokens - before
-    assert recomputed >= 125 + 20 if preempt_running else recomputed == 0
+    assert recomputed == (125 + 19 if preempt_running else 0)
     *_, last = stream
     assert last.output is not None
     comparison.equal(last.output, cold(long, 300))
