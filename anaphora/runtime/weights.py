@@ -83,8 +83,9 @@ class LiveWeights:
         """Check that every tensor fits; changes nothing.
 
         tensors: names of the module's `state_dict`, any part of it; each of the shape and dtype that it replaces.
-        Costs a pass over what is given, for its digest. Where another engine has put these very values into the module,
-        this one catches up with it, and both are current. Raises WeightsError.
+        Costs a pass over what is given, for its digest; over all weights, if others have written to them. Where
+        another engine has put these very values into the module, this one catches up with it, and both are current.
+        Raises WeightsError.
         """
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
         if not pairs:
@@ -101,13 +102,13 @@ class LiveWeights:
             if twin != name and not torch.equal(given[twin], tensor):
                 raise WeightsError(f"{name} and {twin} are one tensor of the model and are given different values")
             given[name] = tensor.detach()
-        history = self._of_module()
-        if (
-            self.history == history
-            or self._is_tampered_with()
-            or not all(torch.equal(one.to(own[name].device), own[name]) for name, one in given.items())
-        ):
-            history = text_digest(canonical_json([history, tensors_digest(given.items())]))
+        history, is_tampered = self._of_module(), self._is_tampered_with()
+        is_behind = self.history != history and all(
+            torch.equal(one.to(own[name].device), own[name]) for name, one in given.items()
+        )
+        if is_tampered or not is_behind:
+            changed = own | given if is_tampered else given
+            history = text_digest(canonical_json([history, tensors_digest(changed.items())]))
         return WeightUpdate(self, own, given, history)
 
 
