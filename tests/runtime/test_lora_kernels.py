@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_prompt_of_few_tokens_is_one_for_the_kernels_and_one_of_many_is_not(
 def test_an_adapter_that_overflows_hurts_its_own_request_only(module: Any, folders: dict[str, Path]) -> None:
     steps = Steps(module, folders, max_num_batched_tokens=16, max_num_seqs=3)
     for part in steps.llm.engine._executor._adapters[steps.llm.engine.adapters[1].digest].parts.values():
-        part.up.fill_(1e38)
+        part.up.fill_(math.inf)
     names = [steps.llm.engine.adapters[1].name, "all", None]
     outputs = steps.llm.generate([PROMPT[:5]] * 3, PARAMS, adapter=names)
     assert "finite" in str(outputs[0].error)
