@@ -57,6 +57,7 @@ class Int8Linear(torch.nn.Module):
 
     codes: torch.nn.Parameter
     scales: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     def __init__(self, stored: Int8Weight, bias: torch.nn.Parameter | None = None) -> None:
         super().__init__()
