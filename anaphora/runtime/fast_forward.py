@@ -7,9 +7,9 @@ our loop would not do (a hook on a submodule, a submodule or forward replaced) s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -26,9 +26,6 @@ from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
-
-if TYPE_CHECKING:
-    from anaphora.runtime.cpu_step import CpuStep
 
 _logger = logging.getLogger(__name__)
 
@@ -55,15 +52,47 @@ class Forward(Protocol):
     def head(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
+class StepKernels(Protocol):
+    """Runs whole steps of one recognised decoder. max_tokens: the most that a step may have, also in `run_layer`."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def takes(self, num_tokens: int, context: object, adapters: AdapterContext | None) -> bool:
+        """Whether these kernels are for this step."""
+        ...
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: PagedContext,
+        adapters: AdapterContext | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]."""
+        ...
+
+    def run_layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        context: PagedContext,
+    ) -> torch.Tensor: ...
+
+
 class FastForward:
     """Runs a recognised decoder layer by layer; the same interface as PagedForward, which it falls back on.
 
-    kernels: run the steps that they take. None: torch runs every step.
+    kernels: the first of them that takes a step runs it. Torch runs the others.
     """
 
-    def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: CpuStep | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: Sequence[StepKernels] = ()) -> None:
         self._decoder = decoder
-        self._kernels = kernels
+        self._kernels = tuple(kernels)
         self._library = PagedForward(module)  # a recognised decoder has no recurrent layers
         modules = list(module.modules())
         self._hooks: list[Any] = [part._forward_hooks for part in modules]
@@ -81,9 +110,7 @@ class FastForward:
         adapters: AdapterContext | None = None,
         rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        kernels = self._kernels
-        if kernels is not None and not kernels.takes(input_ids.shape[1], context, adapters):
-            kernels = None
+        kernels = next((one for one in self._kernels if one.takes(input_ids.shape[1], context, adapters)), None)
         if rows or self._is_changed() or (adapters is not None and kernels is None):
             return self._library(input_ids, position_ids, keep, context, adapters, rows)
         decoder = self._decoder
@@ -129,8 +156,11 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     return FastForward(module, decoder, kernels)
 
 
-def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> CpuStep:
-    """Raises NotRecognisedError, or ImportError where Numba is absent."""
+def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> list[StepKernels]:
+    """For many tokens, where the CPU has a tile unit, and for few.
+
+    Raises NotRecognisedError, or ImportError where Numba is absent.
+    """
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
     if layout.cache.groups != (FullAttention(),):
@@ -140,15 +170,23 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
         raise NotRecognisedError("its layers have keys and values of different shapes")
     try:
         from anaphora.runtime.cpu_step import CpuStep
+        from anaphora.runtime.panel_step import PanelStep
     except ImportError as error:
         raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
-    kernels = CpuStep(decoder, module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads)
-    _check(module, layout, decoder, kernels)
-    return kernels
+    num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
+    few = CpuStep(decoder, num_heads, num_kv_heads)
+    _check(module, layout, decoder, few)
+    try:
+        many = PanelStep(decoder, num_heads, num_kv_heads, few)
+        _check(module, layout, decoder, many)
+    except NotRecognisedError as difference:
+        _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)
+        return [few]
+    return [many, few]
 
 
 @torch.inference_mode()
-def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: CpuStep | None = None) -> None:
+def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: StepKernels | None = None) -> None:
     """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
 
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
@@ -178,7 +216,7 @@ def _check_step(
     module: PreTrainedModel,
     layout: ModelLayout,
     decoder: Decoder,
-    kernels: CpuStep | None,
+    kernels: StepKernels | None,
     inputs: StepInputs,
     own: KVCache,
     ours: KVCache,
@@ -195,7 +233,7 @@ def _check_step(
     _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
     rotations = decoder.rotations(states[0], inputs.position_ids)
     context = PagedContext(ours, layout.layers, inputs.groups)
-    use_kernels = kernels is not None and kernels.takes(len(keep), context)
+    use_kernels = kernels is not None and len(keep) <= kernels.max_tokens
     for number, layer in enumerate(decoder.layers):
         before, after = states[2 * number : 2 * number + 2]
         if kernels is not None and use_kernels:

@@ -1,7 +1,8 @@
 """Weights of a live model: new tensors are checked whole, then copied in, and every engine over the module knows.
 
 Knows tensors and one module; must not know requests, caches or roots. Tensors are copied into the module's own, so
-whatever holds a reference to those (the layers, the decoder of the fast path) computes with the new ones.
+whatever holds a reference to those (the layers, the decoder of the fast path) computes with the new ones. Of a weight
+that the module holds as codes, callers give the full one, by its usual name and dtype; it is quantised as it comes in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from transformers import PreTrainedModel
 
 from anaphora.errors import WeightsError
 from anaphora.runtime.forward import module_lock
+from anaphora.runtime.int8 import Int8Weight
+from anaphora.runtime.quantization import num_bytes, stored_weights
 from anaphora.runtime.sources.digests import canonical_json, tensors_digest, text_digest
+
+Target = torch.Tensor | Int8Weight
 
 # On the module, as what was done to it concerns every engine over it.
 _CHANGES = "_anaphora_weights"
@@ -60,6 +65,11 @@ class LiveWeights:
         with module_lock(self._module):
             yield
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the parameters and buffers; what is tied counts once."""
+        return num_bytes(self._module)
+
     def check_current(self) -> None:
         """Raises WeightsError if others have changed the weights: K/V here are of the old ones."""
         if self.history != self._of_module():
@@ -90,8 +100,7 @@ class LiveWeights:
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
         if not pairs:
             raise WeightsError("update_weights was given no tensor: name what has changed")
-        state = self._module.state_dict(keep_vars=True)
-        own = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        own = _own(self._module)
         given: dict[str, torch.Tensor] = {}
         by_target: dict[int, str] = {}
         for name, tensor in pairs:
@@ -103,11 +112,9 @@ class LiveWeights:
                 raise WeightsError(f"{name} and {twin} are one tensor of the model and are given different values")
             given[name] = tensor.detach()
         history, is_tampered = self._of_module(), self._is_tampered_with()
-        is_behind = self.history != history and all(
-            torch.equal(one.to(own[name].device), own[name]) for name, one in given.items()
-        )
+        is_behind = self.history != history and all(_holds(own[name], one) for name, one in given.items())
         if is_tampered or not is_behind:
-            changed = own | given if is_tampered else given
+            changed = _tensors(self._module) | given if is_tampered else given
             history = text_digest(canonical_json([history, tensors_digest(changed.items())]))
         return WeightUpdate(self, own, given, history)
 
@@ -117,7 +124,7 @@ class WeightUpdate:
     """Tensors that fit. history: digest of all updates up to and with this one."""
 
     _weights: LiveWeights
-    _own: Mapping[str, torch.Tensor]
+    _own: Mapping[str, Target]
     _given: Mapping[str, torch.Tensor]
     history: str
 
@@ -131,6 +138,25 @@ class WeightUpdate:
             self._weights.take_over(self.history)
 
 
+def _own(module: PreTrainedModel) -> dict[str, Target]:
+    """What can be replaced, by name."""
+    stored = stored_weights(module)
+    codes = {id(part) for weight in stored.values() for part in (weight.codes, weight.scales)}
+    own: dict[str, Target] = {name: tensor for name, tensor in _tensors(module).items() if id(tensor) not in codes}
+    return own | stored
+
+
+def _tensors(module: PreTrainedModel) -> dict[str, torch.Tensor]:
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _holds(target: Target, tensor: torch.Tensor) -> bool:
+    if isinstance(target, Int8Weight):
+        return target.holds(tensor)
+    return torch.equal(tensor.to(target.device), target)
+
+
 def _pairs(tensors: object) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(tensors, Iterable) or isinstance(tensors, str | bytes | torch.Tensor):
         raise WeightsError(f"update_weights takes a state dict or (name, tensor) pairs, got {type(tensors).__name__}")
@@ -142,7 +168,7 @@ def _pairs(tensors: object) -> list[tuple[str, torch.Tensor]]:
     return pairs
 
 
-def _check(name: object, tensor: object, own: Mapping[str, torch.Tensor]) -> None:
+def _check(name: object, tensor: object, own: Mapping[str, Target]) -> None:
     if not isinstance(name, str) or name not in own:
         similar = difflib.get_close_matches(name, own, n=1) if isinstance(name, str) else []
         raise WeightsError(f"the model has no tensor {name!r}{f': did you mean {similar[0]}?' if similar else ''}")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from anaphora.runtime.int8 import LinearLayer
+
 _TAG = b"anaphora/lora"
 _FORMAT_VERSION = 1
 
@@ -25,7 +27,7 @@ class LowRankPair:
     layer is in: PEFT computes so, too, and on a CPU it is the faster way.
     """
 
-    layer: torch.nn.Linear
+    layer: LinearLayer
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
@@ -37,7 +39,7 @@ class AdapterPart:
     up: [rank, out_features], of which each row does.
     """
 
-    layer: torch.nn.Linear
+    layer: LinearLayer
     down: torch.Tensor
     up: torch.Tensor
 
