@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from anaphora.core.groups import FullAttention
@@ -26,6 +25,7 @@ from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
+from anaphora.runtime.module_watch import ModuleWatch
 
 if TYPE_CHECKING:
     from anaphora.runtime.cpu_step import CpuStep
@@ -65,12 +65,7 @@ class FastForward:
         self._decoder = decoder
         self._kernels = kernels
         self._library = PagedForward(module)  # a recognised decoder has no recurrent layers
-        modules = list(module.modules())
-        self._hooks: list[Any] = [part._forward_hooks for part in modules]
-        self._hooks += [part._forward_pre_hooks for part in modules]
-        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._attributes = [vars(part) for part in modules]
-        self._children = [(part._modules, name, child) for part in modules for name, child in part._modules.items()]
+        self._watch = ModuleWatch(module)
 
     def __call__(
         self,
@@ -81,7 +76,7 @@ class FastForward:
         adapters: AdapterContext | None = None,
         rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if adapters is not None or rows or self._is_changed():
+        if adapters is not None or rows or self._watch.is_changed():
             return self._library(input_ids, position_ids, keep, context, adapters, rows)
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
@@ -97,14 +92,6 @@ class FastForward:
         """See PagedForward."""
         return self._library.head(hidden)
 
-    def _is_changed(self) -> bool:
-        """Whether the module does something that the loop does not: a hook, a replaced forward or submodule."""
-        return (
-            any(self._hooks)
-            or any("forward" in attributes for attributes in self._attributes)
-            or any(children.get(name) is not child for children, name, child in self._children)
-        )
-
 
 def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) -> Forward:
     """The fastest forward that is exact for this module; `fast` False takes the library's without a look."""
@@ -114,20 +101,22 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     name = type(module).__name__
     try:
         decoder = recognise(module)
-        _check(module, layout, decoder)
+        check_parts(module, layout, decoder)
     except (NotRecognisedError, TypeError, AttributeError, RuntimeError) as difference:
         _logger.info("%s runs through transformers' own layers, which is slower: %s", name, difference)
         return library
     try:
-        kernels = _make_kernels(module, layout, decoder)
+        kernels = make_kernels(module, layout, decoder)
     except (NotRecognisedError, ImportError) as difference:
         _logger.info("%s decodes without kernels, which is slower: %s", name, difference)
         return FastForward(module, decoder)
     return FastForward(module, decoder, kernels)
 
 
-def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> CpuStep:
-    """Raises NotRecognisedError, or ImportError where Numba is absent."""
+def make_kernels(
+    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, reproducible_tokens: int | None = None
+) -> CpuStep:
+    """reproducible_tokens: see CpuStep. Raises NotRecognisedError, or ImportError where Numba is absent."""
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
     if layout.cache.groups != (FullAttention(),):
@@ -139,13 +128,14 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
         from anaphora.runtime.cpu_step import CpuStep
     except ImportError as error:
         raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
-    kernels = CpuStep(decoder, module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads)
-    _check(module, layout, decoder, kernels)
+    num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
+    kernels = CpuStep(decoder, num_heads, num_kv_heads, reproducible_tokens=reproducible_tokens)
+    check_parts(module, layout, decoder, kernels)
     return kernels
 
 
 @torch.inference_mode()
-def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: CpuStep | None = None) -> None:
+def check_parts(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: CpuStep | None = None) -> None:
     """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
 
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
