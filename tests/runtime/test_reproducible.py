@@ -157,7 +157,7 @@ def test_a_grid_that_follows_the_step_is_found_out(world: World, monkeypatch: py
         return replace(chunks, slots=np.pad(chunks.slots, ((0, 0), (0, chunk_tokens - size)), mode="edge"))
 
     monkeypatch.setattr(cpu_step, "cut_into_chunks", moved)
-    assert world.different(world.start(max_num_batched_tokens=37), 1, 0.9)
+    assert world.different(world.start(), 1, 0.9)
 
 
 @pytest.mark.parametrize(
