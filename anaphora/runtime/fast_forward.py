@@ -7,9 +7,9 @@ our loop would not do (a hook on a submodule, a submodule or forward replaced) s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -26,9 +26,6 @@ from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
 from anaphora.runtime.module_watch import ModuleWatch
-
-if TYPE_CHECKING:
-    from anaphora.runtime.cpu_step import CpuStep
 
 _logger = logging.getLogger(__name__)
 
@@ -55,15 +52,46 @@ class Forward(Protocol):
     def head(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
+class StepKernels(Protocol):
+    """Runs whole steps of one recognised decoder. max_tokens: the most that a step may have, also in `run_layer`."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def takes(self, num_tokens: int, context: object) -> bool:
+        """Whether these kernels are for this step."""
+        ...
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: PagedContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]."""
+        ...
+
+    def run_layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        context: PagedContext,
+    ) -> torch.Tensor: ...
+
+
 class FastForward:
     """Runs a recognised decoder layer by layer; the same interface as PagedForward, which it falls back on.
 
-    kernels: run the steps that they take. None: torch runs every step.
+    kernels: the first of them that takes a step runs it. Torch runs the others.
     """
 
-    def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: CpuStep | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: Sequence[StepKernels] = ()) -> None:
         self._decoder = decoder
-        self._kernels = kernels
+        self._kernels = tuple(kernels)
         self._library = PagedForward(module)  # a recognised decoder has no recurrent layers
         self._watch = ModuleWatch(module)
 
@@ -81,8 +109,9 @@ class FastForward:
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
         rotations = decoder.rotations(hidden, position_ids)
-        if self._kernels is not None and self._kernels.takes(hidden.shape[0], context):
-            return self._kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context))
+        for kernels in self._kernels:
+            if kernels.takes(hidden.shape[0], context):
+                return kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context))
         for layer in decoder.layers:
             hidden = decoder.run_layer(layer, hidden, rotations, context)
         hidden = normalise(hidden, decoder.norm)
@@ -106,14 +135,14 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
         _logger.info("%s runs through transformers' own layers, which is slower: %s", name, difference)
         return library
     try:
-        kernels = make_kernels(module, layout, decoder)
+        kernels = _make_kernels(module, layout, decoder)
     except (NotRecognisedError, ImportError) as difference:
         _logger.info("%s decodes without kernels, which is slower: %s", name, difference)
         return FastForward(module, decoder)
     return FastForward(module, decoder, kernels)
 
 
-def make_kernels(
+def few_token_kernels(
     module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, reproducible_tokens: int | None = None
 ) -> CpuStep:
     """reproducible_tokens: see CpuStep. Raises NotRecognisedError, or ImportError where Numba is absent."""
@@ -134,8 +163,28 @@ def make_kernels(
     return kernels
 
 
+def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> list[StepKernels]:
+    """For many tokens, where the CPU has a tile unit, and for few.
+
+    Raises NotRecognisedError, or ImportError where Numba is absent.
+    """
+    few = few_token_kernels(module, layout, decoder)
+    from anaphora.runtime.panel_step import PanelStep
+
+    num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, layout.places[0].shape.num_kv_heads
+    try:
+        many = PanelStep(decoder, num_heads, num_kv_heads, few)
+        check_parts(module, layout, decoder, many)
+    except NotRecognisedError as difference:
+        _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)
+        return [few]
+    return [many, few]
+
+
 @torch.inference_mode()
-def check_parts(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: CpuStep | None = None) -> None:
+def check_parts(
+    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: StepKernels | None = None
+) -> None:
     """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
 
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
@@ -165,7 +214,7 @@ def _check_step(
     module: PreTrainedModel,
     layout: ModelLayout,
     decoder: Decoder,
-    kernels: CpuStep | None,
+    kernels: StepKernels | None,
     inputs: StepInputs,
     own: KVCache,
     ours: KVCache,
@@ -182,7 +231,7 @@ def _check_step(
     _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
     rotations = decoder.rotations(states[0], inputs.position_ids)
     context = PagedContext(ours, layout.layers, inputs.groups)
-    use_kernels = kernels is not None and kernels.takes(len(keep), context)
+    use_kernels = kernels is not None and len(keep) <= kernels.max_tokens
     for number, layer in enumerate(decoder.layers):
         before, after = states[2 * number : 2 * number + 2]
         if kernels is not None and use_kernels:

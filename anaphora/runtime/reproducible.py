@@ -24,7 +24,7 @@ from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
 from anaphora.runtime.decoder import Decoder, NotRecognisedError, project, recognise
-from anaphora.runtime.fast_forward import check_parts, make_kernels
+from anaphora.runtime.fast_forward import check_parts, few_token_kernels
 from anaphora.runtime.features import InputRows
 from anaphora.runtime.inputs import build_inputs
 from anaphora.runtime.kv_cache import KVCache
@@ -96,7 +96,7 @@ def make_reproducible_forward(module: PreTrainedModel, layout: ModelLayout, *, m
             raise NotRecognisedError("it has layers that do not see every earlier token")
         decoder = recognise(module)
         check_parts(module, layout, decoder)
-        forward = ReproducibleForward(module, decoder, make_kernels(module, layout, decoder, max_tokens))
+        forward = ReproducibleForward(module, decoder, few_token_kernels(module, layout, decoder, max_tokens))
     except (NotRecognisedError, ImportError, TypeError, AttributeError, RuntimeError) as difference:
         raise _refusal(name, str(difference)) from difference
     _check_rows(module, layout, forward, max_tokens)
