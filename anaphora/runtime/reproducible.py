@@ -2,9 +2,9 @@
 
 Every step runs in the CPU kernels, however many tokens it has: there each token's sums are taken in an order that
 follows from its position and the model's sizes alone. What is left to torch around them is done in shapes that do not
-depend on the step: rotations come from a table that is filled in whole blocks of positions, logits of a prompt row by
-row. Knows a recognised decoder and the kernels; knows nothing of plans. What the kernels cannot run is refused, never
-run another way.
+depend on the step: rotations come from a table that is filled in whole blocks of positions, logits of a prompt from
+products of one size. Knows a recognised decoder and the kernels; knows nothing of plans. What the kernels cannot run is
+refused, never run another way.
 
 The promise holds for one machine, one build and one number of threads.
 """
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 POSITIONS = 256
 """Rotations are computed for so many positions at once, from a multiple of it on."""
+
+HEAD_ROWS = 16
+"""A product of so many rows gives each the same bits at every place: looked at when a model is loaded."""
 
 
 class ReproducibleForward:
@@ -71,8 +74,11 @@ class ReproducibleForward:
         return self._kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] of final hidden states [n, hidden]: one row at a time, so that n does not matter."""
-        return torch.cat([project(row.clone(), self._decoder.head) for row in hidden.split(1)])
+        """Logits [n, vocab] of final hidden states [n, hidden], in products of HEAD_ROWS rows, whatever n."""
+        padded = hidden.new_zeros((cdiv(len(hidden), HEAD_ROWS) * HEAD_ROWS, hidden.shape[1]))
+        padded[: len(hidden)] = hidden
+        pieces = padded.split(HEAD_ROWS)
+        return torch.cat([project(piece, self._decoder.head) for piece in pieces])[: len(hidden)]
 
     def _rotations_at(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a table: torch's cosine of a number may depend on where it stands in its tensor."""
@@ -140,8 +146,13 @@ def _check_rows(module: PreTrainedModel, layout: ModelLayout, forward: Reproduci
     one_by_one = [([piece(first, begin, begin + 1)], [0]) for begin in range(2 * half)]
     packed = [([piece(first, begin, begin + half), piece(second, begin, begin + half)], [0, 1]) for begin in (0, half)]
     alone, together = run(*one_by_one), run(*packed)
-    if not all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)) and bool(alone[0].isfinite().all()):
+    if not bool(alone[0].isfinite().all()):
+        return  # broken by itself: each of its requests fails
+    if not all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)):
         raise _refusal(type(module).__name__, "on this machine the kernels give a token other bits beside other tokens")
+    rows = alone[1]
+    if not torch.equal(forward.head(rows), torch.cat([forward.head(row) for row in rows.split(1)])):
+        raise _refusal(type(module).__name__, "on this machine torch gives a row other bits at another place")
 
 
 def _refusal(name: str, reason: str) -> UnsupportedModelError:
