@@ -77,7 +77,7 @@ class ReproducibleForward:
         """Logits [n, vocab] of final hidden states [n, hidden], in products of HEAD_ROWS rows, whatever n."""
         padded = hidden.new_zeros((cdiv(len(hidden), HEAD_ROWS) * HEAD_ROWS, hidden.shape[1]))
         padded[: len(hidden)] = hidden
-        pieces = padded.split(HEAD_ROWS)
+        pieces = padded.view(-1, HEAD_ROWS, hidden.shape[1]).unbind()
         return torch.cat([project(piece, self._decoder.head) for piece in pieces])[: len(hidden)]
 
     def _rotations_at(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +151,7 @@ def _check_rows(module: PreTrainedModel, layout: ModelLayout, forward: Reproduci
     if not all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)):
         raise _refusal(type(module).__name__, "on this machine the kernels give a token other bits beside other tokens")
     rows = alone[1]
-    if not torch.equal(forward.head(rows), torch.cat([forward.head(row) for row in rows.split(1)])):
+    if not torch.equal(forward.head(rows), torch.cat([forward.head(row.unsqueeze(0)) for row in rows])):
         raise _refusal(type(module).__name__, "on this machine torch gives a row other bits at another place")
 
 

@@ -188,8 +188,8 @@ def row_by_row(choose: Callable[..., list[SampledToken]]) -> Callable[..., list[
 
     def each(logits: torch.Tensor, *columns: Sequence[Any]) -> list[SampledToken]:
         return [
-            choose(row.clone(), *([entry] for entry in entries))[0]
-            for row, *entries in zip(logits.split(1), *columns, strict=True)
+            choose(row.unsqueeze(0).clone(), *([entry] for entry in entries))[0]
+            for row, *entries in zip(logits.unbind(), *columns, strict=True)
         ]
 
     return each
