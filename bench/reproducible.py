@@ -1,6 +1,6 @@
 """Cached answers against uncached ones, token for token and bit for bit, and what the reproducible mode costs.
 
-    python bench/reproducible.py equal [model] [prompts] [tokens]
+    python bench/reproducible.py equal [model] [prompts] [tokens] [usual,reproducible]
     python bench/reproducible.py cost [model] [rounds]
 
 `equal`: greedy answers to texts with a long beginning in common. Each is computed alone with caching off, then with
@@ -49,18 +49,20 @@ def answer(output: RequestOutput) -> tuple[list[int], str]:
     return sequence.token_ids, repr(sequence.logprobs)
 
 
-def equal(model: str = "smollm2-135m", prompts: str = "32", tokens: str = "32") -> None:
+def equal(
+    model: str = "smollm2-135m", prompts: str = "32", tokens: str = "16", modes: str = "usual,reproducible"
+) -> None:
     loaded = load_model(model)
     sampling = SamplingParams(max_tokens=int(tokens), temperature=0.0, ignore_eos=True, logprobs=1)
     asked = texts(int(prompts))
     print(f"{model}, {prompts} prompts, {tokens} tokens each: equal tokens / equal bits")
-    for reproducible in (False, True):
+    for mode in modes.split(","):
 
-        def start(caching: bool, budget: int, on: bool = reproducible) -> LLM:
+        def start(caching: bool, budget: int, on: bool = mode == "reproducible") -> LLM:
             return LLM(
                 loaded.module,
                 tokenizer=loaded.tokenizer,
-                num_blocks=2048,
+                num_blocks=1024,
                 enable_prefix_caching=caching,
                 max_num_batched_tokens=budget,
                 reproducible=on,
@@ -80,7 +82,7 @@ def equal(model: str = "smollm2-135m", prompts: str = "32", tokens: str = "32") 
         for way, compute in ways.items():
             got = compute()
             same = [sum(a[part] == b[part] for a, b in zip(right, got, strict=True)) for part in (0, 1)]
-            print(f"  {'reproducible' if reproducible else 'usual':13} {way:32} {same[0]:3} / {same[1]:3}", flush=True)
+            print(f"  {mode:13} {way:32} {same[0]:3} / {same[1]:3}", flush=True)
 
 
 def cost(model: str = "smollm2-135m", rounds: str = "3") -> None:
