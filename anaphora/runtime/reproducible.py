@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 POSITIONS = 256
 """Rotations are computed for so many positions at once, from a multiple of it on."""
 
+CHECKED_TOKENS = 64
+"""Kernels take steps of so many tokens even where the engine has none, so that they can be checked."""
+
 HEAD_ROWS = 16
 """A product of so many rows gives each the same bits at every place: looked at when a model is loaded."""
 
@@ -102,17 +105,18 @@ def make_reproducible_forward(module: PreTrainedModel, layout: ModelLayout, *, m
             raise NotRecognisedError("it has layers that do not see every earlier token")
         decoder = recognise(module)
         check_parts(module, layout, decoder)
-        forward = ReproducibleForward(module, decoder, few_token_kernels(module, layout, decoder, max_tokens))
+        kernels = few_token_kernels(module, layout, decoder, max(max_tokens, CHECKED_TOKENS))
+        forward = ReproducibleForward(module, decoder, kernels)
     except (NotRecognisedError, ImportError, TypeError, AttributeError, RuntimeError) as difference:
         raise _refusal(name, str(difference)) from difference
-    _check_rows(module, layout, forward, max_tokens)
+    _check_rows(module, layout, forward)
     return forward
 
 
 @torch.inference_mode()
-def _check_rows(module: PreTrainedModel, layout: ModelLayout, forward: ReproducibleForward, max_tokens: int) -> None:
+def _check_rows(module: PreTrainedModel, layout: ModelLayout, forward: ReproducibleForward) -> None:
     """Compute the same tokens alone, in pieces, and packed with others: the compiler, too, has to keep the promise."""
-    length = min(18, layout.max_model_len, max_tokens)
+    length = min(18, layout.max_model_len)
     generator = torch.Generator().manual_seed(1)
     first, second = (
         [TokenId(token) for token in torch.randint(layout.vocab_size, (length,), generator=generator).tolist()]
