@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from anaphora.core.ids import cdiv
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.chunks import cut_into_chunks
+from anaphora.runtime.crowding import Crowding
 from anaphora.runtime.decoder import Decoder, DecoderLayer, NotRecognisedError, Parameters
 from anaphora.runtime.kernels import barrier, step, tiles
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS
@@ -31,9 +32,13 @@ ALIGNMENT_BYTES = 64
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
 MAX_TOKENS_TILES = 256
 
+# Up to where vectors, which read a weight in the order in which it lies, take less time than tiles: measured as well. A
+# token alone in its step and the same token in company differ by rounding then.
+MAX_TOKENS_VECTORS = 1
+
 
 class CpuStep:
-    """Runs steps of few tokens of one decoder, with as many threads as torch has.
+    """Runs steps of few tokens of one decoder, with as many threads as torch has, or fewer while the cores are busy.
 
     max_tokens: from more tokens on, torch's matrix products are the faster ones.
     Raises NotRecognisedError if the kernels cannot run this decoder.
@@ -71,6 +76,7 @@ class CpuStep:
 
     def _take_threads(self, count: int) -> None:
         self._team = ThreadTeam(count, barrier.BARRIER_SIZE)
+        self._crowding = Crowding(count)
         self._own = _aligned(count * self._own_size)
         self._scores = np.zeros((count, self._num_heads // self._num_kv_heads * CHUNK_TOKENS), dtype=np.float32)
 
@@ -146,13 +152,14 @@ class CpuStep:
         normed = torch.empty_like(hidden)
         logits = hidden.new_empty((keep.shape[0], self._vocab_size))
         sizes = [num_tokens, self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, self._vocab_size]
-        team = self._team
+        use_tiles = self._use_tiles and num_tokens > MAX_TOKENS_VECTORS
+        team, num_threads = self._team, self._crowding.num_threads
         buffers = [
             hidden.data_ptr(), self._shared.ctypes.data, self._queries.ctypes.data, normed.data_ptr(),
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            team.num_threads, addresses, np.array([*sizes, self._use_tiles], dtype=np.int64),
+            num_threads, addresses, np.array([*sizes, use_tiles], dtype=np.int64),
             self._eps[[*numbers, -1]],
             np.float32(self._decoder.layers[0].scaling), cos, sin, group.slot_mapping.numpy(), chunks.items,
             chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,
@@ -160,7 +167,8 @@ class CpuStep:
             self._own_size, self._configuration.ctypes.data, self._wide, self._words, self._scores, self._partials.tops,
             self._partials.sums, self._partials.values, self._head_dim, self._element,
         )  # fmt: skip
-        team.run(lambda thread: step.run_step(thread, *arguments), self._abandon)
+        share = team.run(lambda thread: step.run_step(thread, *arguments), self._abandon, num_threads)
+        self._crowding.note(share)
         return logits, normed
 
     def _abandon(self) -> None:

@@ -191,7 +191,7 @@ def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kerne
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
     used. Each part is given what the module's own part got.
     """
-    lengths = (23, 18)
+    lengths = (24, 18)
     generator = torch.Generator().manual_seed(1)
     first, second = (
         [TokenId(token) for token in torch.randint(layout.vocab_size, (n,), generator=generator).tolist()]
@@ -205,7 +205,8 @@ def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kerne
     for scheduled, rows in (
         ([probe_request(0, first[:11])], [0]),
         ([probe_request(11, first[11:22]), probe_request(0, second[:17])], [0, 1]),
-        ([probe_request(22, first[22:]), probe_request(17, second[17:])], [0, 1]),  # few enough tokens for any kernel
+        ([probe_request(22, first[22:23]), probe_request(17, second[17:])], [0, 1]),  # few enough for any kernel
+        ([probe_request(23, first[23:])], [0]),
     ):
         inputs = build_inputs(scheduled, rows, tables, layout.cache.groups, layout.dtype)
         _check_step(module, layout, decoder, kernels, inputs, own, ours)

@@ -1,12 +1,13 @@
 """Threads that run one compiled function side by side, once per call, each with its own number.
 
-Knows threads; knows nothing of the work. The function must let go of the interpreter's lock and bring its own barrier:
-all of them run at the same time. Between calls the threads sleep.
+Knows threads and their clocks; knows nothing of the work. The function must let go of the interpreter's lock and bring
+its own barrier: all of them run at the same time. Between calls the threads sleep.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -27,36 +28,48 @@ class ThreadTeam:
         self.num_threads = num_threads
         self.barrier = np.zeros(barrier_size + 8, dtype=np.int64)
         self._todo: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in range(num_threads - 1)]
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._done: SimpleQueue[float | BaseException] = SimpleQueue()
         for number, todo in enumerate(self._todo, start=1):
             threading.Thread(
                 target=_serve, args=(number, todo, self._done), name=f"anaphora-step-{number}", daemon=True
             ).start()
         weakref.finalize(self, _stop, self._todo)
 
-    def run(self, work: Work, abandon: Callable[[], None]) -> None:
-        """`work(number)` on every thread; returns when all have.
+    def run(self, work: Work, abandon: Callable[[], None], num_threads: int | None = None) -> float:
+        """`work(number)` on the first `num_threads` threads (None: on all); returns when they have.
 
         abandon: called if this thread is interrupted before it could begin, so that the others do not wait for it.
+        Returns the share of their time in which they had a core, in [0, 1] up to the clocks' resolution.
         """
-        for todo in self._todo:
+        count = self.num_threads if num_threads is None else num_threads
+        begin_s = time.perf_counter()
+        for todo in self._todo[: count - 1]:
             todo.put(work)
         try:
-            work(0)
+            cpu_s = _timed(work, 0)
         except BaseException:
             abandon()
             raise
         finally:
-            failed = [error for error in (self._done.get() for _ in self._todo) if error is not None]
-        if failed:
-            raise failed[0]
+            others = [self._done.get() for _ in range(count - 1)]
+        for other in others:
+            if isinstance(other, BaseException):
+                raise other
+            cpu_s += other
+        return cpu_s / (count * max(time.perf_counter() - begin_s, 1e-9))
 
 
-def _serve(number: int, todo: SimpleQueue[Work | None], done: SimpleQueue[BaseException | None]) -> None:
+def _timed(work: Work, number: int) -> float:
+    """CPU seconds of this thread."""
+    begin_s = time.thread_time()
+    work(number)
+    return time.thread_time() - begin_s
+
+
+def _serve(number: int, todo: SimpleQueue[Work | None], done: SimpleQueue[float | BaseException]) -> None:
     while (work := todo.get()) is not None:
         try:
-            work(number)
-            done.put(None)
+            done.put(_timed(work, number))
         except BaseException as error:
             done.put(error)
         del work

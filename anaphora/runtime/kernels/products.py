@@ -14,6 +14,9 @@ from numba.extending import intrinsic
 
 from anaphora.runtime.kernels.vectors import F32, I32, I64, Vectors, length, void
 
+AHEAD_BYTES = 2048
+"""How far ahead of its use a weight is asked for: as far as the CPU gets while memory answers."""
+
 
 def _dot(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
     x, x_stride, w, w_stride, count, out, out_stride = arguments[:7]
@@ -25,15 +28,21 @@ def _dot(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
         xs.append(b.add(xs[-1], x_stride))
     for _ in range(num_w - 1):
         ws.append(b.add(ws[-1], w_stride))
-    with cgutils.for_range_slice(b, v.number(0), count, v.number(v.per_step), I64) as (k, _):
-        w_offset = b.mul(k, v.number(v.element_bytes))
-        x_offset = b.mul(k, v.number(4))
-        elements = [v.load_step(b.add(address, w_offset)) for address in ws]
-        for i, address in enumerate(xs):
-            operand = v.load_operand(b.add(address, x_offset))
-            for j in range(num_w):
-                total = totals[i * num_w + j]
-                b.store(v.multiply(elements[j], operand, b.load(total)), total)
+    # One row of x leaves the CPU waiting for the weight, which comes fastest in the order in which it lies in memory.
+    turns = [[j] for j in range(num_w)] if num_x == 1 else [list(range(num_w))]
+    for turn in turns:
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(v.per_step), I64) as (k, _):
+            w_offset = b.mul(k, v.number(v.element_bytes))
+            x_offset = b.mul(k, v.number(4))
+            places = [b.add(ws[j], w_offset) for j in turn]
+            if num_x == 1:
+                v.fetch(v.at(places[0], AHEAD_BYTES))
+            elements = [v.load_step(place) for place in places]
+            for i, address in enumerate(xs):
+                operand = v.load_operand(b.add(address, x_offset))
+                for j, element in zip(turn, elements, strict=True):
+                    total = totals[i * num_w + j]
+                    b.store(v.multiply(element, operand, b.load(total)), total)
     sums = [b.load(total) for total in totals]
     if len(sums) == 1:
         b.store(v.sum_lanes(sums[0]), b.inttoptr(out, F32.as_pointer()))

@@ -33,7 +33,7 @@ from anaphora.runtime.kernels.parts import (
 )
 from anaphora.runtime.kernels.products import spread
 from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
-from anaphora.runtime.kernels.vectors import address_of
+from anaphora.runtime.kernels.vectors import address_of, fetch_lines
 
 # Columns of the table of addresses, one row a layer. 0: there is none.
 INPUT_NORM, QUERY, QUERY_BIAS, KEY, KEY_BIAS, VALUE, VALUE_BIAS, OUTPUT, OUTPUT_BIAS = range(9)
@@ -143,6 +143,8 @@ def run_step(
                 else:
                     finish_head(line, bias, 0, eps[layer, 2], nothing, nothing, dim, element)
                     store_line(line, a[VALUE_POOL] + place, element)
+        # What the next linear part reads first comes while the threads wait for each other, here and below.
+        fetch_lines(a[OUTPUT] + first * attended_stride, 32 * attended_stride)
         if not meet(barrier, num_threads):
             return
         for item in range(first_item, last_item):
@@ -173,6 +175,7 @@ def run_step(
             operands, num_tokens, a[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch, use_tiles,
             element,
         )  # fmt: skip
+        fetch_lines(a[GATE] + first_mlp * stride, 32 * stride)
         for t in range(num_tokens):
             add_to_hidden(hidden + t * stride, wide[t], a[OUTPUT_BIAS], first, last, element)
         if not meet(barrier, num_threads):
@@ -191,12 +194,15 @@ def run_step(
             line = wide_at + t * wide_stride + 4 * first_mlp
             place = shared + t * mlp_stride + first_mlp * width
             gate(line, line + 4 * mlp_size, place, last_mlp - first_mlp, element)
+        fetch_lines(a[DOWN] + first * mlp_stride, 32 * mlp_stride)
         if not meet(barrier, num_threads):
             return
         prepare(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element)
         linear(
             operands, num_tokens, a[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, use_tiles, element
         )  # fmt: skip
+        if layer + 1 < num_layers:
+            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * stride, 32 * stride)
         for t in range(num_tokens):
             add_to_hidden(hidden + t * stride, wide[t], a[DOWN_BIAS], first, last, element)
         if not meet(barrier, num_threads):

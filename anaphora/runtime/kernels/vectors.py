@@ -23,6 +23,9 @@ from numba.extending import intrinsic
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
+LINE_BYTES = 64
+"""Of a cache line, on every CPU that is worth the question."""
+
 
 def features(context: Any) -> str:
     """What the CPU that code is made for can do; Numba files compiled code by it."""
@@ -116,6 +119,15 @@ class Vectors:
             total = self.fma(element, other, total)
         return total
 
+    def fetch(self, address: Any) -> None:
+        """Ask for the cache line at an address that is read soon; one that is not the process's own does no harm."""
+        pointer = I8.as_pointer()
+        function = cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32]), "llvm.prefetch.p0"
+        )
+        read, second_level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+        self.builder.call(function, [self.builder.inttoptr(address, pointer), read, second_level, data])
+
     def constant(self, value: float) -> Any:
         return ir.Constant(self.type, [value] * self.lanes)
 
@@ -189,6 +201,18 @@ def void(build: Callable[[Vectors, Any, tuple[int, ...]], None], signature: Any,
         return context.get_dummy_value()
 
     return signature, generate
+
+
+@intrinsic
+def fetch_lines(tc, address, num_bytes):
+    """Ask for memory that is read soon, while there is something to wait for."""
+
+    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
+        address, num_bytes = arguments
+        with cgutils.for_range_slice(v.builder, v.number(0), num_bytes, v.number(LINE_BYTES), I64) as (offset, _):
+            v.fetch(v.builder.add(address, offset))
+
+    return void(build, types.void(address, num_bytes), (4,))
 
 
 @intrinsic
