@@ -79,6 +79,28 @@ def test_linear_parts(dtype: torch.dtype, use_tiles: bool, num_rows: int, count:
     assert (torch.from_numpy(out)[:num_rows] - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype: torch.dtype, use_tiles: bool) -> None:
+    count, outputs = 96, 83
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(32, count, generator=generator).to(dtype)
+    weight = torch.randn(outputs, count, generator=generator).to(dtype)
+    element, scratch = (0,) * dtype.itemsize, np.zeros(1024, np.uint8)
+    if use_tiles:
+        load_tiles()
+    results = []
+    for num_rows in (1, 2, 3, 4, 6, 17):
+        operands, out = np.zeros(32 * count * 4, np.uint8), np.zeros((32, outputs), np.float32)
+        prepare(x.data_ptr(), count * dtype.itemsize, num_rows, count, operands.ctypes.data, use_tiles, element)
+        linear(
+            operands.ctypes.data, num_rows, weight.data_ptr(), count, 0, outputs, out.ctypes.data, 4 * outputs,
+            scratch.ctypes.data, use_tiles, element,
+        )  # fmt: skip
+        results.append(out[:num_rows])
+    for result in results[:-1]:
+        assert np.array_equal(result, results[-1][: len(result)])
+
+
 def request(start: int, n: int) -> ScheduledRequest:
     return ScheduledRequest(RequestId("r"), start, tuple(TokenId(100 + i) for i in range(n)), (), True)
 
