@@ -16,7 +16,6 @@ from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.fast_forward import FastForward, make_forward
 from anaphora.runtime.forward import PagedForward
 
-
 TYPES = ["sliding_attention", "full_attention"]
 
 
