@@ -122,7 +122,8 @@ class Case:
         scores = np.zeros(self.group * attention.CHUNK_TOKENS, np.float32)
         room = np.zeros(attention.tile_bytes(self.head_dim), np.uint8)
         if use_tiles:
-            configure(np.frombuffer(tiles.configuration(), dtype=np.uint8).ctypes.data)
+            configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
+            configure(configuration.ctypes.data)
         for item, (begin, end) in enumerate(chunks.items):
             common = (self.keys.data_ptr(), self.values.data_ptr(), rows[item].ctypes.data)
             arrays = (chunks.tokens, chunks.first, chunks.visible, chunks.partials)

@@ -31,6 +31,28 @@ def tile_bytes(head_dim: int) -> int:
 
 
 @kernel
+def fill(line, begin, end, value):
+    """line[begin:end] = value; line: address of float32."""
+    for i in range(begin, end):
+        store_element(line, i, np.float32(value), (0, 0, 0, 0))
+
+
+@kernel
+def soften(line, lead, first, end, slot, head, scale, cap, tops, sums):
+    """Scores [first, end) become exponentials; notes the largest score and their sum. What is before them is lost.
+
+    lead: a multiple of the lanes, at most `first`.
+    """
+    begin = line + 4 * lead
+    if cap != 0:
+        soft_cap(begin, end - lead, scale / cap, cap / scale)
+    fill(line, lead, first, -np.inf)
+    top = largest(begin, end - lead)
+    tops[slot, head] = top
+    sums[slot, head] = exponentials(begin, end - lead, top, scale)
+
+
+@kernel
 def attend_chunk(
     queries, keys, values, rows, tokens, first, visible, slots, num_heads, num_kv_heads, scale, cap, scores, tops, sums,
     partials, head_dim, element,
@@ -58,17 +80,14 @@ def attend_chunk(
             skipped = first[j]
             count = visible[j] - skipped
             seen = rows + 8 * skipped
+            lead = skipped // lanes * lanes  # whole vectors from here on stay within the line
             for g in range(group):
                 head = kv_head * group + g
                 query = queries + (tokens[j] * num_heads + head) * dim * 4
-                line = scores_at + g * stride + 4 * skipped
-                for t in range(skipped // lanes * lanes, visible[j], lanes):
-                    score(query, keys + offset, rows + 8 * t, scores_at + g * stride + 4 * t, head_dim, element)
-                if cap != 0:
-                    soft_cap(line, count, scale / cap, cap / scale)
-                top = largest(line, count)
-                tops[slots[j], head] = top
-                sums[slots[j], head] = exponentials(line, count, top, scale)
+                line = scores_at + g * stride
+                for t in range(lead, visible[j], lanes):
+                    score(query, keys + offset, rows + 8 * t, line + 4 * t, head_dim, element)
+                soften(line, lead, skipped, visible[j], slots[j], head, scale, cap, tops, sums)
             g = 0
             while g < group:
                 out = address_of(partials) + 4 * (slots[j] * num_heads + kv_head * group + g) * dim
@@ -99,6 +118,7 @@ def attend_chunk_by_tiles(
     """
     dim = 16 * len(head_dim)
     group = num_heads // num_kv_heads
+    lanes = num_lanes()
     count = 0
     for j in range(len(tokens)):
         count = max(count, visible[j])
@@ -133,14 +153,9 @@ def attend_chunk_by_tiles(
             for i in range(here):
                 j, head = (batch + i) // group, kv_head * group + (batch + i) % group
                 line = scores + i * 4 * CHUNK_TOKENS
-                skipped, seen = 4 * first[j], visible[j] - first[j]
-                if cap != 0:
-                    soft_cap(line + skipped, seen, scale / cap, cap / scale)
-                top = largest(line + skipped, seen)
-                tops[slots[j], head] = top
-                sums[slots[j], head] = exponentials(line + skipped, seen, top, scale)
-                if skipped > 0:
-                    clear(line, first[j])
+                lead = first[j] // lanes * lanes
+                soften(line, lead, first[j], visible[j], slots[j], head, scale, cap, tops, sums)
+                fill(line, 0, first[j], 0)
                 shorten(line, visible[j], weights + i * 2 * CHUNK_TOKENS, 32 * steps)
             for d in range(0, dim // 16, 2):
                 multiply_tiles(
@@ -150,13 +165,6 @@ def attend_chunk_by_tiles(
             for i in range(here):
                 j, head = (batch + i) // group, kv_head * group + (batch + i) % group
                 copy_elements(results + i * 4 * dim, address_of(partials[slots[j], head]), dim, (0, 0, 0, 0))
-
-
-@kernel
-def clear(line, count):
-    """`count` float32 become 0."""
-    for i in range(count):
-        store_element(line, i, np.float32(0), (0, 0, 0, 0))
 
 
 @kernel
