@@ -48,6 +48,7 @@ def test_the_structure_is_recognised_whatever_its_class(
     ("config_name", "class_name", "settings"),
     [
         ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}),
+        ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 80, "hidden_size": 84, "intermediate_size": 101}),
         ("MistralConfig", "MistralForCausalLM", {"head_dim": 64, "sliding_window": 9}),
         ("Qwen2Config", "Qwen2ForCausalLM", {"num_attention_heads": 2}),
         ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 128}),

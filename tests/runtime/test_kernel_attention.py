@@ -43,8 +43,9 @@ SCALE = 0.2
 
 
 @kernel
-def spread_line(source, out, count, element):  # type: ignore[no-untyped-def]
-    spread(source, out, count, element)
+def spread_heads(source, out, num_heads, dim, element):  # type: ignore[no-untyped-def]
+    for head in range(num_heads):
+        spread(source + head * dim * len(element), out + head * dim * 4, dim, element)
 
 
 @kernel
@@ -114,7 +115,7 @@ class Case:
         chunks = self.chunks()
         operands = np.zeros(self.query.numel(), np.float32)
         element, dims = (0,) * self.dtype.itemsize, (0,) * (self.head_dim // 16)
-        spread_line(self.query.data_ptr(), operands.ctypes.data, self.query.numel(), element)
+        spread_heads(self.query.data_ptr(), operands.ctypes.data, self.query[..., 0].numel(), self.head_dim, element)
         rows = chunks.slots * (self.kv_heads * self.head_dim * self.dtype.itemsize)
         count = int(chunks.token_partials[-1])
         tops, sums = (np.zeros((count, self.heads), np.float32) for _ in range(2))
@@ -176,6 +177,13 @@ def test_attention(
 ) -> None:
     case = Case(shapes, block_size, head_dim, kv_heads, group, dtype, FullAttention())
     case.check(case.attend(use_tiles))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 160])
+def test_attention_of_heads_of_any_sixteenth(dtype: torch.dtype, head_dim: int) -> None:
+    case = Case([(255, 3), (300, 1)], 16, head_dim, 2, 3, dtype, SlidingWindow(100))
+    case.check(case.attend(use_tiles=False))
 
 
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
