@@ -38,6 +38,7 @@ SHAPES = [
     ([(77, 5), (90, 1), (254, 3)], 3),
     ([(40, 20)], 1),
     ([(600, 13), (128, 2)], 64),
+    ([(530 + 7 * i, 1) for i in range(16)], 16),  # many sharers, each further on than the one before
 ]
 SCALE = 0.2
 
@@ -60,12 +61,13 @@ def request(start: int, n: int) -> ScheduledRequest:
 def sequences(
     generator: torch.Generator, shapes: list[tuple[int, int]], block_size: int, kind: AttentionKind
 ) -> tuple[StepInputs, BlockTables]:
-    """Block tables in random order, all sequences sharing what full blocks they can with the first one."""
+    """Block tables in random order: a tree, in which each sequence shares what full blocks it can with its parent."""
     width = max(-(-(start + n) // block_size) for start, n in shapes)
     tables = BlockTables(1, len(shapes), width * block_size, block_size, CPU)
     free = (1 + torch.randperm(len(shapes) * width, generator=generator)).tolist()
     for row, (start, n) in enumerate(shapes):
-        shared = tables.ids[0, 0, : min(shapes[0][0], start) // block_size].tolist() if row == 1 else []
+        parent = (row - 1) // 2
+        shared = tables.ids[0, parent, : min(shapes[parent][0], start) // block_size].tolist() if row else []
         need = -(-(start + n) // block_size) - len(shared)
         tables.append([(row, [[*shared, *[free.pop() for _ in range(need)]]])])
     rows = list(range(len(shapes)))
