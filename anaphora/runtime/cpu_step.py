@@ -56,6 +56,7 @@ class CpuStep:
         self._decoder = decoder
         self._kinds = tuple(kinds)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._numbers = _numbers(decoder)
         self._check(decoder)
         sizes = (self._hidden_size, self._mlp_size, decoder.head_dim)
         in_tiles = self._dtype == torch.bfloat16 and not any(size % TILE_MULTIPLE for size in sizes)
@@ -66,7 +67,7 @@ class CpuStep:
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
         attention_size = num_heads * decoder.head_dim
         largest = cdiv(max(self._hidden_size, self._mlp_size, attention_size), 16) * 16
-        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size)
+        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._hidden_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
         self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize)
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
@@ -74,7 +75,6 @@ class CpuStep:
         self._wide = _rows(num_rows, widest)
         self._words = _rows(num_rows, self._vocab_size)
         self._partials = _Partials(num_heads, decoder.head_dim)
-        self._numbers = _numbers(decoder)
         self._take_threads(torch.get_num_threads())
 
     def _take_threads(self, count: int) -> None:
@@ -87,6 +87,16 @@ class CpuStep:
             raise NotRecognisedError(f"its weights are {self._dtype}")
         if decoder.head_dim % 16 or decoder.head_dim > 256:
             raise NotRecognisedError(f"its heads, of {decoder.head_dim}, are no multiple of 16 up to 256")
+        queries, keys = (count * decoder.head_dim for count in (self._num_heads, self._num_kv_heads))
+        hidden, inner = self._hidden_size, self._mlp_size
+        for layer in decoder.layers:
+            mlp: Any = layer.mlp  # that it is a gated one, `_numbers` has seen
+            parts = (layer.query, layer.key, layer.value, layer.output, mlp.gate, mlp.up, mlp.down)
+            shapes = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
+            for part, shape in zip(parts, (*shapes, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+                weight = _tensor(part)
+                if weight.shape != shape or weight.dtype != self._dtype or not weight.is_contiguous():
+                    raise NotRecognisedError("its layers' weights are not of the same sizes and dtype")
 
     def takes(self, num_tokens: int, context: object) -> bool:
         """Whether this step is one for the kernels."""

@@ -163,6 +163,15 @@ def test_what_the_kernels_cannot_do_is_said() -> None:
         CpuStep(recognise(make("LlamaConfig", "LlamaForCausalLM", hidden_act="gelu")), 4, 2)
 
 
+def test_layers_of_other_sizes_are_not_read_as_the_first_one_is() -> None:
+    module = make("LlamaConfig", "LlamaForCausalLM")
+    mlp = module.model.layers[1].mlp
+    for part, shape in ((mlp.gate_proj, (96, 64)), (mlp.up_proj, (96, 64)), (mlp.down_proj, (64, 96))):
+        part.weight = torch.nn.Parameter(torch.randn(shape))
+    with pytest.raises(NotRecognisedError, match="its layers' weights are not of the same sizes and dtype"):
+        CpuStep(recognise(module), 4, 2)
+
+
 def test_without_numba_torch_decodes_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
