@@ -15,17 +15,17 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from anaphora.core.groups import FullAttention
 from anaphora.core.ids import TokenId
 from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
-from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project, recognise
+from anaphora.runtime.decoder import Decoder, NotRecognisedError, Rotations, normalise
 from anaphora.runtime.features import InputRows
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
+from anaphora.runtime.recogniser import recognise
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class StepKernels(Protocol):
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
@@ -77,7 +77,7 @@ class StepKernels(Protocol):
         self,
         number: int,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         context: PagedContext,
     ) -> torch.Tensor: ...
@@ -120,7 +120,7 @@ class FastForward:
         for layer in decoder.layers:
             hidden = decoder.run_layer(layer, hidden, rotations, context)
         hidden = normalise(hidden, decoder.norm)
-        return project(hidden.index_select(0, keep), decoder.head), hidden
+        return decoder.logits(hidden.index_select(0, keep)), hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """See PagedForward."""
@@ -162,8 +162,6 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
     """
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
-    if layout.cache.groups != (FullAttention(),):
-        raise NotRecognisedError("the kernels read every earlier token, and it has layers that do not")
     shapes = {place.shape for place in layout.places}
     if len(shapes) != 1:
         raise NotRecognisedError("its layers have keys and values of different shapes")
@@ -173,10 +171,10 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
     except ImportError as error:
         raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
     num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
-    few = CpuStep(decoder, num_heads, num_kv_heads)
+    few = CpuStep(decoder, num_heads, num_kv_heads, layout.cache.groups)
     _check(module, layout, decoder, few)
     try:
-        many = PanelStep(decoder, num_heads, num_kv_heads, few)
+        many = PanelStep(decoder, num_heads, num_kv_heads, few, layout.cache.groups)
         _check(module, layout, decoder, many)
     except NotRecognisedError as difference:
         _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)
@@ -242,7 +240,7 @@ def _check_step(
             got = decoder.run_layer(layer, before.clone(), rotations, context)
         _compare(f"layer {number}", got, after, before)
     _compare("last norm", normalise(states[-1], decoder.norm), final)
-    _compare("head", project(final, decoder.head), logits)
+    _compare("head", decoder.logits(final), logits)
 
 
 def _compare(part: str, got: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None = None) -> None:
