@@ -19,10 +19,11 @@ import torch
 
 from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
+from anaphora.runtime.addresses import WeightAddresses
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.chunks import cut_into_chunks, join
 from anaphora.runtime.crowding import Crowding
-from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, Norm, NotRecognisedError, Parameters, Rotations
+from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations
 from anaphora.runtime.decoder import tensor as _tensor
 from anaphora.runtime.kernels import barrier, step, tiles
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS
@@ -62,6 +63,7 @@ class CpuStep:
         self._kinds = tuple(kinds)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._numbers = _numbers(decoder)
+        self.addresses = WeightAddresses(decoder)
         self._check(decoder)
         sizes = (self._hidden_size, self._mlp_size, decoder.head_dim)
         in_tiles = self._dtype == torch.bfloat16 and not any(size % TILE_MULTIPLE for size in sizes)
@@ -157,10 +159,8 @@ class CpuStep:
             ]
         )
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
-        addresses = np.array(
-            [self.addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
-        )
-        final = [_address(self._decoder.norm.parameters), _address(self._decoder.head), _bias(self._decoder.head)]
+        addresses, final = self.addresses.now(context)
+        layers = slice(numbers.start, numbers.stop)
         cos, sin = (torch.stack(parts).float().numpy() for parts in zip(*rotations, strict=True))
         self._partials.grow(int(chunks.token_partials[:, -1].max()))
         normed = torch.empty_like(hidden)
@@ -173,10 +173,10 @@ class CpuStep:
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            num_threads, addresses, np.array([*sizes, use_tiles], dtype=np.int64),
+            num_threads, addresses[layers], np.array([*sizes, use_tiles], dtype=np.int64),
             self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first, chunks.visible,
-            chunks.partials, chunks.token_partials, keep.numpy(), np.array(final, dtype=np.int64),
+            chunks.partials, chunks.token_partials, keep.numpy(), final,
             np.array(buffers, dtype=np.int64), self._own.ctypes.data, self._own_size,
             self._configuration.ctypes.data, self._wide, self._words, self._scores,
             self._partials.tops, self._partials.sums, self._partials.values, self._head_dim, self._element,
@@ -187,28 +187,6 @@ class CpuStep:
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
-
-    def addresses(self, layer: DecoderLayer, context: PagedContext) -> list[int]:
-        """A layer's row of the kernels' table of addresses."""
-        pool = context.layers[layer.attention.layer_idx]  # type: ignore[index]
-        linears = (layer.query, layer.key, layer.value, layer.output)
-        gated: Any = layer.mlp
-        mlp = (gated.gate, gated.up, gated.down)
-        return [
-            _address(layer.input_norm.parameters),
-            *(pointer for part in linears for pointer in (_address(part), _bias(part))),
-            _norm_address(layer.query_norm),
-            _norm_address(layer.key_norm),
-            _address(layer.mlp_norm.parameters),
-            *(pointer for part in mlp for pointer in (_address(part), _bias(part))),
-            context.cache.keys[pool].data_ptr(),
-            context.cache.values[pool].data_ptr(),
-            _norm_address(layer.attention_norm),
-            _norm_address(layer.mlp_out_norm),
-            0 if layer.sinks is None else layer.attention._parameters[layer.sinks].data_ptr(),  # type: ignore[union-attr]
-            context.cache.layers[pool].group,
-            layer.rotary,
-        ]
 
 
 def tiles_allowed() -> bool:
@@ -246,19 +224,6 @@ class _Partials:
             self.tops = np.zeros((count, *self.tops.shape[1:]), dtype=np.float32)
             self.sums = np.zeros((count, *self.sums.shape[1:]), dtype=np.float32)
             self.values = np.zeros((count, *self.values.shape[1:]), dtype=np.float32)
-
-
-def _address(parameters: Parameters) -> int:
-    return _tensor(parameters).data_ptr()
-
-
-def _bias(parameters: Parameters) -> int:
-    bias = parameters.get("bias")
-    return 0 if bias is None else bias.data_ptr()
-
-
-def _norm_address(norm: Norm | None) -> int:
-    return 0 if norm is None else _address(norm.parameters)
 
 
 def _numbers(decoder: Decoder) -> npt.NDArray[np.float32]:

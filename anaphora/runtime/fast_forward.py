@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import contains, is_not
 from typing import Any, Protocol, cast
 
 import torch
@@ -98,7 +100,8 @@ class FastForward:
         self._hooks += [part._forward_pre_hooks for part in modules]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self._attributes = [vars(part) for part in modules]
-        self._children = [(part._modules, name, child) for part in modules for name, child in part._modules.items()]
+        children = [(part._modules, name, child) for part in modules for name, child in part._modules.items()]
+        self._parents, self._names, self._children = zip(*children, strict=True)
 
     def __call__(
         self,
@@ -127,11 +130,14 @@ class FastForward:
         return self._library.head(hidden)
 
     def _is_changed(self) -> bool:
-        """Whether the module does something that the loop does not: a hook, a replaced forward or submodule."""
+        """Whether the module does something that the loop does not: a hook, a replaced forward or submodule.
+
+        Asked at every step of hundreds of submodules, so no line of Python runs for each of them.
+        """
         return (
             any(self._hooks)
-            or any("forward" in attributes for attributes in self._attributes)
-            or any(children.get(name) is not child for children, name, child in self._children)
+            or any(map(contains, self._attributes, repeat("forward")))
+            or any(map(is_not, map(dict.get, self._parents, self._names), self._children))
         )
 
 

@@ -127,9 +127,8 @@ class PanelStep:
         panels = _panels(hidden)
         cos, sin = (_panels(part.float()) for part in rotations[0])
         queries = torch.zeros(len(panels) * self._num_heads * dim * PANEL_TOKENS, dtype=torch.bfloat16)
-        addresses = np.array(
-            [self._few_tokens.addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
-        )
+        addresses, _ = self._few_tokens.addresses.now(context)
+        addresses = addresses[numbers.start : numbers.stop]
         sizes = [
             num_tokens,
             self._hidden_size,

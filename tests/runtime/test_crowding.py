@@ -80,3 +80,27 @@ def test_what_goes_wrong_in_a_thread_is_raised_when_all_have_ended() -> None:
         team.run(work, lambda: None)
     assert ended.is_set()
     assert team.run(lambda number: None, lambda: None) >= 0  # and it goes on
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_team_whose_thread_was_lost_meets_again(lost: int) -> None:
+    pytest.importorskip("numba")
+    from anaphora.runtime.kernels import barrier
+
+    team = ThreadTeam(2, barrier.BARRIER_SIZE)
+    place = team.barrier.ctypes.data
+
+    def abandon() -> None:
+        team.barrier[barrier.ABANDONED] = 1
+
+    def work(number: int) -> None:
+        if number == lost:
+            raise KeyboardInterrupt
+        assert not barrier.meet(place, 2)  # the other one never comes
+
+    with pytest.raises(KeyboardInterrupt):
+        team.run(work, abandon)
+    met: list[tuple[int, bool]] = []
+    team.run(lambda number: met.extend((number, barrier.meet(place, 2)) for _ in range(3)), abandon)
+    assert sorted(met) == [(0, True)] * 3 + [(1, True)] * 3
+    assert team.barrier[barrier.GENERATION] == 3
