@@ -143,7 +143,7 @@ class CpuStep:
         )
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
         addresses = np.array(
-            [self._addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
+            [self.addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
         )
         final = [_address(self._decoder.norm.parameters), _address(self._decoder.head), _bias(self._decoder.head)]
         cos, sin = (torch.stack(parts).float().numpy() for parts in zip(*rotations, strict=True))
@@ -171,7 +171,8 @@ class CpuStep:
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
 
-    def _addresses(self, layer: DecoderLayer, context: PagedContext) -> list[int]:
+    def addresses(self, layer: DecoderLayer, context: PagedContext) -> list[int]:
+        """A layer's row of the kernels' table of addresses."""
         pool = context.layers[layer.attention.layer_idx]  # type: ignore[index]
         linears = (layer.query, layer.key, layer.value, layer.output)
         gated: Any = layer.mlp

@@ -99,6 +99,14 @@ def _sigmoid(v: Vectors, x: Any) -> Any:
     return b.fdiv(top, b.fadd(one, power))
 
 
+def gated(v: Vectors, value: Any, up: Any, factors: tuple[Any, Any] | None = None) -> Any:
+    """value × sigmoid(value × (linear + cubic × value²)) × up; factors: linear and cubic; None is SiLU."""
+    b, inner = v.builder, value
+    if factors is not None:
+        inner = b.fmul(v.fma(b.fmul(value, value), factors[1], factors[0]), value)
+    return b.fmul(b.fmul(value, _sigmoid(v, inner)), up)
+
+
 @intrinsic
 def gate(tc, gates, ups, out, count, linear, cubic, element):
     """out = g × sigmoid(linear × g + cubic × g³) × up for `count` float32 (a multiple of 16), as elements.
@@ -111,9 +119,7 @@ def gate(tc, gates, ups, out, count, linear, cubic, element):
         b, factors = v.builder, (v.splat(linear), v.splat(cubic))
         with cgutils.for_range_slice(b, v.number(0), count, v.number(v.lanes), I64) as (n, _):
             offset = b.mul(n, v.number(4))
-            value = v.load_floats(b.add(gates, offset))
-            inner = b.fmul(v.fma(b.fmul(value, value), factors[1], factors[0]), value)
-            product = b.fmul(b.fmul(value, _sigmoid(v, inner)), v.load_floats(b.add(ups, offset)))
+            product = gated(v, v.load_floats(b.add(gates, offset)), v.load_floats(b.add(ups, offset)), factors)
             v.store_elements(product, b.add(out, b.mul(n, v.number(v.element_bytes))))
 
     floats = (types.float32, types.float32)
