@@ -12,6 +12,7 @@ the last ones of them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,13 +47,15 @@ class Chunks:
 
 
 class _Line:
-    """A chunk while its readers are found. begin: the position of its first key."""
+    """A chunk while its readers are found. begin: the position of its first key. readers: arrays [4, readers] each."""
+
+    __slots__ = ("begin", "bytes", "readers", "slots")
 
     def __init__(self, begin: int, slots: Int64) -> None:
         self.begin = begin
         self.slots = slots
         self.bytes = slots.tobytes()
-        self.readers: list[tuple[int, int, int, int]] = []
+        self.readers: list[Int64] = []
 
     def covers(self, begin: int, slots: Int64) -> bool:
         """Whether these slots are the last ones of its own, or its own the last ones of them: then it takes them in."""
@@ -73,22 +76,23 @@ def cut_into_chunks(
 ) -> Chunks:
     """positions: of each token of the packed batch. chunk_tokens: tokens of a chunk. kind: None is full attention."""
     kind = kind or FullAttention()
-    seen_from = np.array([kind.first_visible(position) for position in positions.tolist()], dtype=np.int64)
+    seen = [kind.first_visible(position) for position in positions.tolist()]
+    seen_from = np.array(seen, dtype=np.int64)
     first_chunks = seen_from // chunk_tokens
-    num_chunks = positions // chunk_tokens + 1 - first_chunks
-    token_partials = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_chunks)])
+    token_partials = np.zeros(len(seen) + 1, np.int64)
+    np.cumsum(positions // chunk_tokens + 1 - first_chunks, out=token_partials[1:])
+    partials = token_partials[:-1] - first_chunks  # of a token's chunk 0, if it saw that far
+    offsets = np.arange(block_size)
     lines: list[_Line] = []
     known: dict[tuple[int, int, int], list[_Line]] = {}
     for call in calls:
         length = (call.end - call.begin) // call.num_seqs
-        tables = call.block_ids.numpy().reshape(call.num_seqs, -1).astype(np.int64)
-        for sequence in range(call.num_seqs):
-            first = call.begin + sequence * length
-            end = int(positions[first + length - 1]) + 1
-            begin = int(seen_from[first])
+        tables = call.block_ids.numpy().reshape(call.num_seqs, -1).astype(np.int64) * block_size
+        for sequence, first in enumerate(range(call.begin, call.end, length)):
+            start, begin = int(positions[first]), seen[first]
+            end = start + length
             base = begin // block_size * block_size  # the call's blocks begin with the first one that is seen
-            blocks = tables[sequence, : cdiv(end - base, block_size)]
-            slots = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
+            slots = (tables[sequence, : cdiv(end - base, block_size), None] + offsets).ravel()
             for number in range(begin // chunk_tokens, cdiv(end, chunk_tokens)):
                 left, right = max(begin, number * chunk_tokens), min(end, (number + 1) * chunk_tokens)
                 own = slots[left - base : right - base]
@@ -99,24 +103,34 @@ def cut_into_chunks(
                     line = _Line(left, own)
                     alike.append(line)
                     lines.append(line)
-                for token in range(first, first + length):
-                    low, high = max(int(seen_from[token]), left), min(int(positions[token]) + 1, right)
-                    if low < high:
-                        partial = int(token_partials[token]) + number - int(first_chunks[token])
-                        line.readers.append((token, low, high, partial))
-    padded = np.stack([np.pad(line.slots, (0, chunk_tokens - len(line.slots)), mode="edge") for line in lines])
-    ends = np.cumsum([len(line.readers) for line in lines])
-    begins = np.repeat([line.begin for line in lines], [len(line.readers) for line in lines])
-    flat = np.array([entry for line in lines for entry in line.readers], dtype=np.int64)
-    return Chunks(
-        slots=padded,
-        items=np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1).astype(np.int64),
-        tokens=np.ascontiguousarray(flat[:, 0]),
-        first=flat[:, 1] - begins,
-        visible=flat[:, 2] - begins,
-        partials=np.ascontiguousarray(flat[:, 3]),
-        token_partials=token_partials,
-    )
+                if length == 1:
+                    entry = [[first], [left], [right], [int(partials[first]) + number]]
+                    line.readers.append(np.array(entry, dtype=np.int64))
+                    continue
+                # Those of its tokens that have reached the chunk, and whose window has not passed it.
+                reached, passed = first + max(0, left - start), bisect_left(seen, right, first, first + length)
+                of = slice(reached, passed)
+                readers = np.empty((4, passed - reached), dtype=np.int64)
+                readers[0] = np.arange(reached, passed)
+                np.maximum(seen_from[of], left, out=readers[1])
+                np.minimum(positions[of] + 1, right, out=readers[2])
+                np.add(partials[of], number, out=readers[3])
+                line.readers.append(readers)
+    padded = np.empty((len(lines), chunk_tokens), dtype=np.int64)
+    flat: list[Int64] = []
+    ends: list[int] = []
+    for row, line in zip(padded, lines, strict=True):
+        row[: len(line.slots)] = line.slots
+        row[len(line.slots) :] = line.slots[-1]
+        readers = line.readers[0] if len(line.readers) == 1 else np.concatenate(line.readers, axis=1)
+        readers[1:3] -= line.begin
+        flat.append(readers)
+        ends.append(readers.shape[1])
+    tokens, seen_first, visible, results = np.concatenate(flat, axis=1)
+    items = np.zeros((len(lines), 2), dtype=np.int64)
+    np.cumsum(ends, out=items[:, 1])
+    items[1:, 0] = items[:-1, 1]
+    return Chunks(padded, items, tokens, seen_first, visible, results, token_partials)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from anaphora.runtime.kernels import barrier, step, tiles
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS
 from anaphora.runtime.threads import ThreadTeam
 
-ALIGNMENT_BYTES = 64
-"""Every size along which a kernel sums must be a multiple of this many bytes of elements."""
+TILE_MULTIPLE = 32
+"""Every size along which the tile unit sums must be a multiple of this; vectors take any, and heads of 16, 32, ... ."""
 
 # Up to where a step of the kernels takes less time than one of torch: measured, see docs/log.md.
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
@@ -56,15 +56,18 @@ class CpuStep:
         self._decoder = decoder
         self._kinds = tuple(kinds)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._numbers = _numbers(decoder)
         self._check(decoder)
-        self._use_tiles = self._dtype == torch.bfloat16 and step.has_tile_unit() and tiles_allowed()
+        sizes = (self._hidden_size, self._mlp_size, decoder.head_dim)
+        in_tiles = self._dtype == torch.bfloat16 and not any(size % TILE_MULTIPLE for size in sizes)
+        self._use_tiles = in_tiles and step.has_tile_unit() and tiles_allowed()
         self.max_tokens = MAX_TOKENS_TILES if self._use_tiles else MAX_TOKENS[self._dtype]
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
         attention_size = num_heads * decoder.head_dim
-        largest = max(self._hidden_size, self._mlp_size, attention_size)
-        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size)
+        largest = cdiv(max(self._hidden_size, self._mlp_size, attention_size), 16) * 16
+        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._hidden_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
         self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize)
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
@@ -72,7 +75,6 @@ class CpuStep:
         self._wide = _rows(num_rows, widest)
         self._words = _rows(num_rows, self._vocab_size)
         self._partials = _Partials(num_heads, decoder.head_dim)
-        self._numbers = _numbers(decoder)
         self._take_threads(torch.get_num_threads())
 
     def _take_threads(self, count: int) -> None:
@@ -83,11 +85,18 @@ class CpuStep:
     def _check(self, decoder: Decoder) -> None:
         if self._dtype not in (torch.bfloat16, torch.float32):
             raise NotRecognisedError(f"its weights are {self._dtype}")
-        numbers = ALIGNMENT_BYTES // self._dtype.itemsize
-        if any(size % numbers for size in (self._hidden_size, self._mlp_size, decoder.head_dim)):
-            raise NotRecognisedError(f"its sizes are no multiples of {numbers}")
-        if decoder.head_dim > 256:
-            raise NotRecognisedError("its heads are longer than 256")
+        if decoder.head_dim % 16 or decoder.head_dim > 256:
+            raise NotRecognisedError(f"its heads, of {decoder.head_dim}, are no multiple of 16 up to 256")
+        queries, keys = (count * decoder.head_dim for count in (self._num_heads, self._num_kv_heads))
+        hidden, inner = self._hidden_size, self._mlp_size
+        for layer in decoder.layers:
+            mlp: Any = layer.mlp  # that it is a gated one, `_numbers` has seen
+            parts = (layer.query, layer.key, layer.value, layer.output, mlp.gate, mlp.up, mlp.down)
+            shapes = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
+            for part, shape in zip(parts, (*shapes, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+                weight = _tensor(part)
+                if weight.shape != shape or weight.dtype != self._dtype or not weight.is_contiguous():
+                    raise NotRecognisedError("its layers' weights are not of the same sizes and dtype")
 
     def takes(self, num_tokens: int, context: object) -> bool:
         """Whether this step is one for the kernels."""

@@ -21,6 +21,9 @@ from anaphora.runtime.attention import AttentionContext
 Parameters = dict[str, torch.nn.Parameter | None]
 """A submodule's own parameters by name: the dictionary that it keeps, not a copy."""
 
+NO_ROTATION = "none"
+"""In the place of a layer type: queries and keys stay as they are."""
+
 Rotations = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """For each rotary embedding, cosines and signed sines [T, head_dim]; see Decoder.rotations."""
 
@@ -82,7 +85,8 @@ class Decoder:
     """A causal LM's parts. head_dim: of queries, keys and values. embedding, head: `weight` [vocab, hidden].
 
     scales: the buffers of the embedding, of which `embed_scale`, if there, multiplies what it gives.
-    layer_types: what the rotary module is asked for, for each rotary embedding; None where it has only one.
+    layer_types: what the rotary module is asked for, for each rotary embedding; None where it has only one; or
+        NO_ROTATION.
     soft_cap: of logits.
     """
 
@@ -110,6 +114,10 @@ class Decoder:
         """
         found = []
         for layer_type in self.layer_types:
+            if layer_type == NO_ROTATION:
+                still = hidden.new_ones((hidden.shape[0], self.head_dim))
+                found.append((still, torch.zeros_like(still)))
+                continue
             more = {} if layer_type is None else {"layer_type": layer_type}
             cos, sin = (part[0] for part in self.rotary(hidden.unsqueeze(0), position_ids=position_ids, **more))
             half = self.head_dim // 2

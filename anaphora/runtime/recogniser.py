@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, Norm, NotRecognisedError, Parameters, tensor
+from anaphora.runtime.decoder import (
+    NO_ROTATION,
+    Decoder,
+    DecoderLayer,
+    GatedMlp,
+    Norm,
+    NotRecognisedError,
+    Parameters,
+    tensor,
+)
 
 # Names of a layer's norms. Two: before attention and MLP. Four: also of what these give.
 _TWO_NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -44,19 +53,22 @@ def recognise(module: PreTrainedModel) -> Decoder:
     if patched:
         raise NotRecognisedError(f"the forward of its {patched[0] or 'outermost module'} is replaced")
     config: Any = module.config.get_text_config()
-    layer_types: tuple[str | None, ...] = (None,)
-    rotaries = [0] * len(decoder.layers)
+    named: list[str | None] = [None] * len(decoder.layers)
     if "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters:
         named = list(config.layer_types)[: len(decoder.layers)]
-        layer_types = tuple(dict.fromkeys(named))
-        rotaries = [layer_types.index(name) for name in named]
+    for number, layer in enumerate(decoder.layers):
+        if not getattr(getattr(layer, "self_attn", None), "use_rope", True):
+            named[number] = NO_ROTATION
+    rotations = tuple(dict.fromkeys(named))
     return Decoder(
-        layers=tuple(_layer(layer, head_dim, rotary) for layer, rotary in zip(decoder.layers, rotaries, strict=True)),
+        layers=tuple(
+            _layer(layer, head_dim, rotations.index(name)) for layer, name in zip(decoder.layers, named, strict=True)
+        ),
         head_dim=head_dim,
         embedding=embedding._parameters,
         scales=embedding._buffers,
         rotary=decoder.rotary_emb,
-        layer_types=layer_types,
+        layer_types=rotations,
         norm=_norm(decoder.norm),
         head=_linear(model.lm_head),
         soft_cap=_positive(config, "final_logit_softcapping"),

@@ -38,13 +38,23 @@ SHAPES = [
     ([(77, 5), (90, 1), (254, 3)], 3),
     ([(40, 20)], 1),
     ([(600, 13), (128, 2)], 64),
+    ([(530 + 7 * i, 1) for i in range(16)], 16),  # many sharers, each further on than the one before
 ]
 SCALE = 0.2
 
 
 @kernel
-def spread_line(source, out, count, element):  # type: ignore[no-untyped-def]
-    spread(source, out, count, element)
+def spread_heads(source, out, num_heads, dim, element):  # type: ignore[no-untyped-def]
+    for head in range(num_heads):
+        spread(source + head * dim * len(element), out + head * dim * 4, dim, element)
+
+
+@kernel
+def merge_all(slots, num_tokens, num_heads, dim, scale, sinks, tops, sums, partials, out, element):  # type: ignore[no-untyped-def]
+    for t in range(num_tokens):
+        for head in range(num_heads):
+            place = out + (t * num_heads + head) * dim * len(element)
+            attention.merge(slots[t], slots[t + 1], head, scale, sinks, tops, sums, partials, place, dim, element)
 
 
 @kernel
@@ -59,12 +69,13 @@ def request(start: int, n: int) -> ScheduledRequest:
 def sequences(
     generator: torch.Generator, shapes: list[tuple[int, int]], block_size: int, kind: AttentionKind
 ) -> tuple[StepInputs, BlockTables]:
-    """Block tables in random order, all sequences sharing what full blocks they can with the first one."""
+    """Block tables in random order: a tree, in which each sequence shares what full blocks it can with its parent."""
     width = max(-(-(start + n) // block_size) for start, n in shapes)
     tables = BlockTables(1, len(shapes), width * block_size, block_size, CPU)
     free = (1 + torch.randperm(len(shapes) * width, generator=generator)).tolist()
     for row, (start, n) in enumerate(shapes):
-        shared = tables.ids[0, 0, : min(shapes[0][0], start) // block_size].tolist() if row == 1 else []
+        parent = (row - 1) // 2
+        shared = tables.ids[0, parent, : min(shapes[parent][0], start) // block_size].tolist() if row else []
         need = -(-(start + n) // block_size) - len(shared)
         tables.append([(row, [[*shared, *[free.pop() for _ in range(need)]]])])
     rows = list(range(len(shapes)))
@@ -114,7 +125,7 @@ class Case:
         chunks = self.chunks()
         operands = np.zeros(self.query.numel(), np.float32)
         element, dims = (0,) * self.dtype.itemsize, (0,) * (self.head_dim // 16)
-        spread_line(self.query.data_ptr(), operands.ctypes.data, self.query.numel(), element)
+        spread_heads(self.query.data_ptr(), operands.ctypes.data, self.query[..., 0].numel(), self.head_dim, element)
         rows = chunks.slots * (self.kv_heads * self.head_dim * self.dtype.itemsize)
         count = int(chunks.token_partials[-1])
         tops, sums = (np.zeros((count, self.heads), np.float32) for _ in range(2))
@@ -138,13 +149,8 @@ class Case:
                 attention.attend_chunk(operands.ctypes.data, *common, *readers, *sizes, scores, *results)
         out = torch.empty_like(self.query)
         sinks = 0 if self.sinks is None else self.sinks.data_ptr()
-        for t in range(len(self.positions)):
-            for head in range(self.heads):
-                begin, end = chunks.token_partials[t : t + 2]
-                place = out[t, head].data_ptr()
-                attention.merge(
-                    begin, end, head, np.float32(SCALE), sinks, tops, sums, partials, place, self.head_dim, element
-                )
+        sizes = (len(self.positions), self.heads, self.head_dim, np.float32(SCALE))
+        merge_all(chunks.token_partials, *sizes, sinks, tops, sums, partials, out.data_ptr(), element)
         return out
 
     def check(self, out: torch.Tensor) -> None:
@@ -178,11 +184,18 @@ def test_attention(
     case.check(case.attend(use_tiles))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 160])
+def test_attention_of_heads_of_any_sixteenth(dtype: torch.dtype, head_dim: int) -> None:
+    case = Case([(255, 3), (300, 1)], 16, head_dim, 2, 3, dtype, SlidingWindow(100))
+    case.check(case.attend(use_tiles=False))
+
+
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
 @pytest.mark.parametrize(("shapes", "block_size"), SHAPES)
 @pytest.mark.parametrize(
     "kind",
-    [*map(SlidingWindow, (1, 5, 16, 100, 255, 256, 257, 512)), ChunkedAttention(100), ChunkedAttention(256)],
+    [*map(SlidingWindow, (1, 16, 100, 255, 257)), ChunkedAttention(100)],
     ids=str,
 )
 def test_attention_within_a_window(

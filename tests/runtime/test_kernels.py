@@ -57,8 +57,10 @@ def load_tiles() -> None:
 
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64])
-@pytest.mark.parametrize(("count", "outputs"), [(64, 64), (96, 83), (576, 49)])
+@pytest.mark.parametrize(("count", "outputs"), [(64, 64), (96, 83), (576, 49), (100, 37), (31, 45)])
 def test_linear_parts(dtype: torch.dtype, use_tiles: bool, num_rows: int, count: int, outputs: int) -> None:
+    if use_tiles and count % 32:
+        pytest.skip("vectors compute these")
     generator = torch.Generator().manual_seed(num_rows)
     padded = -(-num_rows // 16) * 16
     x = torch.randn(padded, count, generator=generator).to(dtype)
@@ -153,10 +155,21 @@ def test_torchs_own_tiles_are_left_as_they_were() -> None:
 
 
 def test_what_the_kernels_cannot_do_is_said() -> None:
-    with pytest.raises(NotRecognisedError, match="its sizes are no multiples of 32"):
-        CpuStep(recognise(make_tiny_llama().to(torch.bfloat16)), 4, 2)
+    with pytest.raises(NotRecognisedError, match="its heads, of 24, are no multiple of 16 up to 256"):
+        CpuStep(recognise(make("LlamaConfig", "LlamaForCausalLM", head_dim=24)), 4, 2)
+    with pytest.raises(NotRecognisedError, match="its weights are torch"):
+        CpuStep(recognise(make_tiny_llama().to(torch.float16)), 4, 2)
     with pytest.raises(NotRecognisedError, match="activation is neither SiLU nor GELU in its tanh form"):
         CpuStep(recognise(make("LlamaConfig", "LlamaForCausalLM", hidden_act="gelu")), 4, 2)
+
+
+def test_layers_of_other_sizes_are_not_read_as_the_first_one_is() -> None:
+    module = make("LlamaConfig", "LlamaForCausalLM")
+    mlp = module.model.layers[1].mlp
+    for part, shape in ((mlp.gate_proj, (96, 64)), (mlp.up_proj, (96, 64)), (mlp.down_proj, (64, 96))):
+        part.weight = torch.nn.Parameter(torch.randn(shape))
+    with pytest.raises(NotRecognisedError, match="its layers' weights are not of the same sizes and dtype"):
+        CpuStep(recognise(module), 4, 2)
 
 
 def test_without_numba_torch_decodes_and_the_log_says_so(
@@ -179,7 +192,8 @@ def test_without_numba_torch_decodes_and_the_log_says_so(
 def test_a_cpu_with_short_registers_gives_the_same_results(tmp_path: Path) -> None:
     others = str(Path(__file__).with_name("test_kernel_attention.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, others, "-k"]
-    command += ["test_linear_parts and 576 or test_attention and (64-3-3 or 128-1-8) or bfloat16_steps"]
+    command += ["test_linear_parts and 576 or test_attention and (64-3-3 or 128-1-8) or bfloat16_steps "]
+    command[-1] += "or within_a_window and shapes4 or soft_caps or sixteenth and 80"
     features = (
         "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse4.1,+sse4.2,+ssse3,+sse3,+sse2,+sse,+cmov,+cx8,+64bit"
     )

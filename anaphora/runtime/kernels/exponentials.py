@@ -109,8 +109,9 @@ def gated(v: Vectors, value: Any, up: Any, factors: tuple[Any, Any] | None = Non
 
 @intrinsic
 def gate(tc, gates, ups, out, count, linear, cubic, element):
-    """out = g × sigmoid(linear × g + cubic × g³) × up for `count` float32 (a multiple of 16), as elements.
+    """out = g × sigmoid(linear × g + cubic × g³) × up for `count` float32, as elements.
 
+    Reads and writes up to a multiple of the lanes.
     SiLU: 1 and 0. GELU in its tanh form: 2 × sqrt(2 / π), and 0.044715 times that.
     """
 

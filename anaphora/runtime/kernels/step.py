@@ -128,13 +128,16 @@ def run_step(
     kept = plain + padded * size * width
     operands = kept + padded * size * width
     wide_at, wide_stride = address_of(wide), 4 * wide.shape[1]
-    stride, attended_stride, mlp_stride = size * width, num_heads * dim * width, mlp_size * width
+    stride, attended_stride = size * width, num_heads * dim * width
+    mlp_stride = (mlp_size + 15) // 16 * 16 * width  # what is behind a row is written with it
     num_layers = addresses.shape[0]
     num_units = num_heads + 2 * num_kv_heads
     first_unit, last_unit = thread * num_units // num_threads, (thread + 1) * num_units // num_threads
     first, last = 16 * (thread * (size // 16) // num_threads), 16 * ((thread + 1) * (size // 16) // num_threads)
     first_mlp = 16 * (thread * (mlp_size // 16) // num_threads)
     last_mlp = 16 * ((thread + 1) * (mlp_size // 16) // num_threads)
+    if thread == num_threads - 1:
+        last, last_mlp = size, mlp_size
     num_merges = num_tokens * num_heads
     nothing = cos[0, 0, :0]
     if use_tiles:

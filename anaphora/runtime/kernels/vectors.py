@@ -8,7 +8,8 @@ Elements are bfloat16 (a tuple of 2, its bytes) or float32 (a tuple of 4). Opera
 
     float32     as it is
     bfloat16    as float32, in runs of 2 × lanes: the even ones, then the odd ones, which is how a register of bfloat16
-                falls apart. (The CPU's own products of bfloat16 pairs, where it has them, are slower than this.)
+                falls apart; what is left behind the last run is in order. (The CPU's own products of bfloat16 pairs,
+                where it has them, are slower than this.)
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ class Vectors:
         wide = ir.VectorType(I32, self.lanes)
         raw = self.builder.zext(self.load(address, ir.VectorType(I16, self.lanes), 2), wide)
         return self.builder.bitcast(self.builder.shl(raw, ir.Constant(wide, [16] * self.lanes)), self.type)
+
+    def load_element(self, base: Any, index: Any) -> Any:
+        """One element as float32."""
+        b, place = self.builder, _place(self.builder, base, index, self.element_bytes)
+        if self.element_bytes == 4:
+            return b.load(place, typ=F32)
+        return b.bitcast(b.shl(b.zext(b.load(place, typ=I16), I32), ir.Constant(I32, 16)), F32)
 
     def splat(self, scalar: Any) -> Any:
         undefined = ir.Constant(self.type, ir.Undefined)
@@ -209,10 +217,7 @@ def load_element(tc, base, index, element):
     size = length(element)
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        place = _place(builder, arguments[0], arguments[1], size)
-        if size == 4:
-            return builder.load(place, typ=F32)
-        return builder.bitcast(builder.shl(builder.zext(builder.load(place, typ=I16), I32), ir.Constant(I32, 16)), F32)
+        return Vectors(context, builder, size).load_element(arguments[0], arguments[1])
 
     return types.float32(types.int64, types.int64, element), generate
 
