@@ -54,7 +54,7 @@ class PanelStep:
         weight = tensor(mlp.gate)
         if weight.dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
-        if more := _more_than_a_llama(decoder, kinds):
+        if more := _more_than_a_llama(decoder, mlp, kinds):
             raise NotRecognisedError(f"it has {more}")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
@@ -153,7 +153,7 @@ class PanelStep:
         self._team.barrier[barrier.ABANDONED] = 1
 
 
-def _more_than_a_llama(decoder: Decoder, kinds: Sequence[AttentionKind]) -> str:
+def _more_than_a_llama(decoder: Decoder, mlp: GatedMlp, kinds: Sequence[AttentionKind]) -> str:
     """What these kernels do not compute and CpuStep does; empty: nothing."""
     sample = torch.linspace(-9, 9, 64)
     for layer in decoder.layers:
@@ -172,7 +172,8 @@ def _more_than_a_llama(decoder: Decoder, kinds: Sequence[AttentionKind]) -> str:
         return "layers that do not see every earlier token"
     if len(decoder.layer_types) > 1:
         return "several rotary embeddings"
-    if any(size % 32 for size in (*tensor(decoder.layers[0].output).shape, decoder.head_dim)):
+    sizes = (*tensor(decoder.layers[0].output).shape, *tensor(mlp.gate).shape, decoder.head_dim)
+    if any(size % 32 for size in sizes):
         return "sizes that are no multiples of 32"
     return ""
 

@@ -69,7 +69,7 @@ def test_kernels_take_what_models_add_to_a_llama(
     module = module.to(dtype)
     forward = make_forward(module, inspect_model(module, 256), fast=True)
     assert isinstance(forward, FastForward)
-    assert forward._kernels is not None
+    assert forward._kernels
 
 
 def shake(module: torch.nn.Module) -> None:
