@@ -6,7 +6,9 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,12 +108,24 @@ def bfloat16_llama():  # type: ignore[no-untyped-def]
     return make("LlamaConfig", "LlamaForCausalLM", head_dim=32, num_hidden_layers=3)
 
 
+def windowed_gemma():  # type: ignore[no-untyped-def]
+    """Four norms a layer, soft caps of scores and logits, a window that the steps leave behind; two groups."""
+    return make("Gemma2Config", "Gemma2ForCausalLM", head_dim=64, num_hidden_layers=3, sliding_window=100)
+
+
+MODELS = [pytest.param(bfloat16_llama, id="llama"), pytest.param(windowed_gemma, id="gemma")]
+
+
 def run_steps(module, forward, plans: list[list[tuple[int, list[int]]]]):  # type: ignore[no-untyped-def]
     """Logits of every token of every step, of two sequences."""
     layout = inspect_model(module, 512)
-    tables = BlockTables(1, 2, 512, 16, CPU)
-    tables.append([(0, [list(range(1, 33))]), (1, [list(range(33, 65))])])
-    cache = KVCache(layout.places, num_blocks=65, block_size=16, dtype=layout.dtype, device=CPU)
+    groups = range(len(layout.cache.groups))
+    tables = BlockTables(len(groups), 2, 512, 16, CPU)
+    tables.append(
+        [(row, [list(range(1 + 64 * g + 32 * row, 33 + 64 * g + 32 * row)) for g in groups]) for row in (0, 1)]
+    )
+    num_blocks = 1 + 64 * len(groups)
+    cache = KVCache(layout.places, num_blocks=num_blocks, block_size=16, dtype=layout.dtype, device=CPU)
     results = []
     with torch.inference_mode():
         for plan in plans:
@@ -138,8 +152,9 @@ def plans() -> list[list[tuple[int, list[int]]]]:
     ]
 
 
-def test_bfloat16_steps_are_as_near_to_float32_as_the_librarys() -> None:
-    module = bfloat16_llama()
+@pytest.mark.parametrize("make_module", MODELS)
+def test_bfloat16_steps_are_as_near_to_float32_as_the_librarys(make_module: Callable[[], Any]) -> None:
+    module = make_module()
     truth = run_steps(module, PagedForward(module), plans())
     module = module.to(torch.bfloat16)
     forward = make_forward(module, inspect_model(module, 512), fast=True)
@@ -151,9 +166,12 @@ def test_bfloat16_steps_are_as_near_to_float32_as_the_librarys() -> None:
             assert float((b - a).norm()) < 1.25 * float((c - a).norm())
 
 
+@pytest.mark.parametrize("make_module", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_at_every_run_whatever_the_number_of_threads(dtype: torch.dtype) -> None:
-    module = bfloat16_llama().to(dtype)
+def test_the_same_bits_at_every_run_whatever_the_number_of_threads(
+    dtype: torch.dtype, make_module: Callable[[], Any]
+) -> None:
+    module = make_module().to(dtype)
     results = []
     for num_threads in (1, 2, 3, 2):
         torch.set_num_threads(num_threads)
