@@ -26,7 +26,7 @@ from anaphora.runtime.crowding import Crowding
 from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations
 from anaphora.runtime.decoder import tensor as _tensor
 from anaphora.runtime.kernels import barrier, step, tiles
-from anaphora.runtime.kernels.attention import CHUNK_TOKENS
+from anaphora.runtime.kernels.attention import CHUNK_TOKENS, TILE_QUERIES
 from anaphora.runtime.threads import ThreadTeam
 
 TILE_MULTIPLE = 32
@@ -37,7 +37,7 @@ MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
 MAX_TOKENS_TILES = 256
 
 # Up to where vectors, which read a weight in the order in which it lies, take less time than tiles: measured as well. A
-# token alone in its step and the same token in company differ by rounding then.
+# token alone in its step and the same token in company differ by rounding then, so a reproducible step has none.
 MAX_TOKENS_VECTORS = 1
 
 
@@ -45,12 +45,20 @@ class CpuStep:
     """Runs steps of few tokens of one decoder, with as many threads as torch has, or fewer while the cores are busy.
 
     kinds: what the layers of each group see.
-    max_tokens: from more tokens on, torch's matrix products are the faster ones.
+    reproducible_tokens: None, or how many tokens a step has at most, each of which gets the same bits whatever else is
+        in the step: no way is then chosen by how many tokens there are, or queries that share a chunk.
+    max_tokens: beyond them torch's matrix products are the faster ones, or the buffers end.
     Raises NotRecognisedError if the kernels cannot run this decoder.
     """
 
     def __init__(
-        self, decoder: Decoder, num_heads: int, num_kv_heads: int, kinds: Sequence[AttentionKind] = (FullAttention(),)
+        self,
+        decoder: Decoder,
+        num_heads: int,
+        num_kv_heads: int,
+        kinds: Sequence[AttentionKind] = (FullAttention(),),
+        *,
+        reproducible_tokens: int | None = None,
     ) -> None:
         mlp = decoder.layers[0].mlp
         if not isinstance(mlp, GatedMlp):
@@ -69,6 +77,9 @@ class CpuStep:
         in_tiles = self._dtype == torch.bfloat16 and not any(size % TILE_MULTIPLE for size in sizes)
         self._use_tiles = in_tiles and step.has_tile_unit() and tiles_allowed()
         self.max_tokens = MAX_TOKENS_TILES if self._use_tiles else MAX_TOKENS[self._dtype]
+        self._tile_queries, self._vector_tokens = TILE_QUERIES, MAX_TOKENS_VECTORS
+        if reproducible_tokens is not None:
+            self.max_tokens, self._tile_queries, self._vector_tokens = reproducible_tokens, 1, 0
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
@@ -166,14 +177,14 @@ class CpuStep:
         normed = torch.empty_like(hidden)
         logits = hidden.new_empty((keep.shape[0], self._vocab_size))
         sizes = [num_tokens, self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, self._vocab_size]
-        use_tiles = self._use_tiles and num_tokens > MAX_TOKENS_VECTORS
+        use_tiles = self._use_tiles and num_tokens > self._vector_tokens
         team, num_threads = self._team, self._crowding.num_threads
         buffers = [
             hidden.data_ptr(), self._shared.ctypes.data, self._queries.ctypes.data, normed.data_ptr(),
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            num_threads, addresses[layers], np.array([*sizes, use_tiles], dtype=np.int64),
+            num_threads, addresses[layers], np.array([*sizes, use_tiles, self._tile_queries], dtype=np.int64),
             self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first, chunks.visible,
             chunks.partials, chunks.token_partials, keep.numpy(), final,
