@@ -24,7 +24,7 @@ from anaphora.runtime.chunks import cut_into_chunks, join
 from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, Norm, NotRecognisedError, Parameters, Rotations
 from anaphora.runtime.decoder import tensor as _tensor
 from anaphora.runtime.kernels import barrier, step, tiles
-from anaphora.runtime.kernels.attention import CHUNK_TOKENS
+from anaphora.runtime.kernels.attention import CHUNK_TOKENS, TILE_QUERIES
 from anaphora.runtime.threads import ThreadTeam
 
 TILE_MULTIPLE = 32
@@ -39,12 +39,20 @@ class CpuStep:
     """Runs steps of few tokens of one decoder, with as many threads as torch has.
 
     kinds: what the layers of each group see.
-    max_tokens: from more tokens on, torch's matrix products are the faster ones.
+    reproducible_tokens: None, or how many tokens a step has at most, each of which gets the same bits whatever else is
+        in the step: attention then never chooses its way by how many queries share a chunk.
+    max_tokens: beyond them torch's matrix products are the faster ones, or the buffers end.
     Raises NotRecognisedError if the kernels cannot run this decoder.
     """
 
     def __init__(
-        self, decoder: Decoder, num_heads: int, num_kv_heads: int, kinds: Sequence[AttentionKind] = (FullAttention(),)
+        self,
+        decoder: Decoder,
+        num_heads: int,
+        num_kv_heads: int,
+        kinds: Sequence[AttentionKind] = (FullAttention(),),
+        *,
+        reproducible_tokens: int | None = None,
     ) -> None:
         mlp = decoder.layers[0].mlp
         if not isinstance(mlp, GatedMlp):
@@ -62,6 +70,9 @@ class CpuStep:
         in_tiles = self._dtype == torch.bfloat16 and not any(size % TILE_MULTIPLE for size in sizes)
         self._use_tiles = in_tiles and step.has_tile_unit() and tiles_allowed()
         self.max_tokens = MAX_TOKENS_TILES if self._use_tiles else MAX_TOKENS[self._dtype]
+        self._tile_queries = TILE_QUERIES
+        if reproducible_tokens is not None:
+            self.max_tokens, self._tile_queries = reproducible_tokens, 1
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
@@ -166,7 +177,7 @@ class CpuStep:
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            team.num_threads, addresses, np.array([*sizes, self._use_tiles], dtype=np.int64),
+            team.num_threads, addresses, np.array([*sizes, self._use_tiles, self._tile_queries], dtype=np.int64),
             self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first, chunks.visible,
             chunks.partials, chunks.token_partials, keep.numpy(), np.array(final, dtype=np.int64),
