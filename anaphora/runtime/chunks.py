@@ -1,9 +1,9 @@
 """From a step's attention calls to the chunks of keys that the CPU kernels share out among threads.
 
 Knows block tables and positions; knows nothing of heads and threads. Contexts are cut at multiples of a fixed number of
-tokens; requests whose tables hold the same blocks there share a chunk, which is then read once for all of them. Where a
-window begins within a chunk, the chunk begins there, too: it is shared with those who see the same keys to its end, or
-the last ones of them.
+tokens; requests whose tables hold the same blocks there share a chunk, which is then read once for all of them. A chunk
+within which a window begins is shared with those who see the same keys to its end, or the last ones of them. Each key
+keeps its place in the chunk, so that what a token computes does not depend on who shares it.
 
     positions     0 .... 256 .... 512 .... 768 ..
     a sees                  [ 400 .. 512 [ .. 768 [ .. 780 ]
@@ -30,7 +30,8 @@ Int64 = npt.NDArray[np.int64]
 class Chunks:
     """Who reads what, for all layers alike.
 
-    slots: [chunks, chunk_tokens], where each key lies; behind a chunk's end its last slot goes on.
+    slots: [chunks, chunk_tokens], where each key lies; before the first one that anyone sees stands its slot, too, and
+        behind the last one its.
     items: [chunks, 2], each chunk's entries [begin, end) in the four arrays that follow.
     tokens, first, visible, partials: a token of the packed batch, the first of the chunk's keys that it sees and the
         one after the last, and the number of its result for this chunk.
@@ -47,11 +48,16 @@ class Chunks:
 
 
 class _Line:
-    """A chunk while its readers are found. begin: the position of its first key. readers: arrays [4, readers] each."""
+    """A chunk while its readers are found.
 
-    __slots__ = ("begin", "bytes", "readers", "slots")
+    start: the position where it would begin, if all of it were seen. begin: of the first key that anyone sees.
+    readers: arrays [4, readers] each.
+    """
 
-    def __init__(self, begin: int, slots: Int64) -> None:
+    __slots__ = ("begin", "bytes", "readers", "slots", "start")
+
+    def __init__(self, start: int, begin: int, slots: Int64) -> None:
+        self.start = start
         self.begin = begin
         self.slots = slots
         self.bytes = slots.tobytes()
@@ -100,7 +106,7 @@ def cut_into_chunks(
                 alike = known.setdefault((number, right, int(own[-1])), [])
                 line = next((line for line in alike if line.covers(left, own)), None)
                 if line is None:
-                    line = _Line(left, own)
+                    line = _Line(number * chunk_tokens, left, own)
                     alike.append(line)
                     lines.append(line)
                 if length == 1:
@@ -120,10 +126,12 @@ def cut_into_chunks(
     flat: list[Int64] = []
     ends: list[int] = []
     for row, line in zip(padded, lines, strict=True):
-        row[: len(line.slots)] = line.slots
-        row[len(line.slots) :] = line.slots[-1]
+        first, last = line.begin - line.start, line.begin - line.start + len(line.slots)
+        row[:first] = line.slots[0]
+        row[first:last] = line.slots
+        row[last:] = line.slots[-1]
         readers = line.readers[0] if len(line.readers) == 1 else np.concatenate(line.readers, axis=1)
-        readers[1:3] -= line.begin
+        readers[1:3] -= line.start
         flat.append(readers)
         ends.append(readers.shape[1])
     tokens, seen_first, visible, results = np.concatenate(flat, axis=1)

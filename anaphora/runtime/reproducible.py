@@ -85,7 +85,7 @@ class ReproducibleForward:
         return torch.cat([self._decoder.logits(piece) for piece in pieces])[: len(hidden)]
 
     def _rotations_at(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotations:
-        """Rows of tables: torch's cosine of a number may depend on where it stands in its tensor."""
+        """Rows of a table: torch's cosine of a number may depend on where it stands in its tensor."""
         known = self._rotations[0][0].shape[0] if self._rotations else 0
         needed = cdiv(int(position_ids.max()) + 1, POSITIONS) * POSITIONS
         parts = [self._rotations] if known else []
@@ -93,10 +93,8 @@ class ReproducibleForward:
         for begin in range(known, needed, POSITIONS):
             parts.append(self._decoder.rotations(like, torch.arange(begin, begin + POSITIONS).unsqueeze(0)))
         if needed > known:
-            self._rotations = tuple(
-                (torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables]))
-                for tables in zip(*parts, strict=True)
-            )
+            pieces = [zip(*columns, strict=True) for columns in zip(*parts, strict=True)]
+            self._rotations = tuple((torch.cat(cos), torch.cat(sin)) for cos, sin in pieces)
         at = position_ids[0]
         return tuple((cos.index_select(0, at), sin.index_select(0, at)) for cos, sin in self._rotations)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +99,8 @@ class Case:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.head_dim + self.group)
-        self.inputs, tables = sequences(generator, self.shapes, self.block_size, self.kind)
+        self.inputs, self.tables = sequences(generator, self.shapes, self.block_size, self.kind)
+        tables = self.tables
         self.positions = self.inputs.position_ids[0].numpy()
         num_slots = (int(tables.ids.max()) + 1) * self.block_size
         self.keys = torch.full((num_slots, self.kv_heads, self.head_dim), torch.nan, dtype=self.dtype)
@@ -115,6 +117,14 @@ class Case:
         slots = torch.cat(self.seen).unique()
         for pool in (self.keys, self.values):
             pool[slots] = torch.randn(len(slots), *pool.shape[1:], generator=generator).to(self.dtype)
+
+    def alone(self, number: int) -> Case:
+        """The same keys and values with one query, of the sequence that stands there in the packed batch."""
+        span, case = self.inputs.sequences[number], copy(self)
+        case.inputs = build_inputs([request(span.start, 1)], [span.row], self.tables, [self.kind], torch.float32)
+        case.positions = case.inputs.position_ids[0].numpy()
+        case.query = self.query[number : number + 1].clone()
+        return case
 
     def chunks(self) -> Chunks:
         calls = self.inputs.groups[0].calls
@@ -207,6 +217,15 @@ def test_attention_within_a_window(
 
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
 @pytest.mark.parametrize("kind", [FullAttention(), SlidingWindow(130)], ids=str)
+def test_who_shares_a_chunk_does_not_change_a_bit(dtype: torch.dtype, use_tiles: bool, kind: AttentionKind) -> None:
+    case = Case([(530 + 7 * i, 1) for i in range(5)], 16, 64, 1, 4, dtype, kind)
+    together = case.attend(use_tiles)
+    for number in range(len(case.seen)):
+        assert torch.equal(case.alone(number).attend(use_tiles)[0], together[number])
+
+
+@pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
+@pytest.mark.parametrize("kind", [FullAttention(), SlidingWindow(130)], ids=str)
 @pytest.mark.parametrize(("cap", "with_sinks"), [(0.5, False), (50.0, False), (0.0, True), (3.0, True)])
 def test_attention_with_soft_caps_and_sinks(
     dtype: torch.dtype, use_tiles: bool, kind: AttentionKind, cap: float, with_sinks: bool
@@ -248,18 +267,18 @@ def test_chunks_that_hold_the_same_blocks_are_read_once() -> None:
 @pytest.mark.parametrize("starts", [(600, 620), (620, 600)])
 def test_a_chunk_that_windows_cut_is_shared_from_the_first_key_that_anyone_sees(starts: tuple[int, int]) -> None:
     chunks = chunks_of_two(starts, SlidingWindow(500))
-    # 620 sees from 121 on, 600 from 101: one chunk of 155 keys, of which the longer request skips 20.
+    # 620 sees from 121 on, 600 from 101: one chunk, of which each skips what it does not see.
     assert readers(chunks) == [
-        ([0, 1], [20, 0], [155, 155]),
+        ([0, 1], [121, 101], [256, 256]),
         ([0, 1], [0, 0], [256, 256]),
         ([0], [0], [109]),
         ([1], [0], [89]),
     ]
-    assert chunks.slots[0, :2].tolist() == [16 + 101, 16 + 102]
+    assert chunks.slots[0, 99:104].tolist() == [16 + 101] * 3 + [16 + 102, 16 + 103]
     assert chunks.token_partials.tolist() == [0, 3, 6]
 
 
-def test_a_window_within_one_chunk_is_one_chunk_of_its_length() -> None:
+def test_a_window_within_one_chunk_is_one_chunk() -> None:
     chunks = chunks_of_two([600, 620], SlidingWindow(7))
-    assert readers(chunks) == [([0], [0], [7]), ([1], [0], [7])]
+    assert readers(chunks) == [([0], [102], [109]), ([1], [82], [89])]
     assert chunks.partials.tolist() == [0, 1]
