@@ -5,13 +5,14 @@ Knows a recognised decoder's parts and adapters; must not know plans or how the 
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from anaphora.runtime.decoder import Decoder
+from anaphora.runtime.decoder import Decoder, DecoderLayer, Parameters
 from anaphora.runtime.kernels.low_rank import NUM_PARTS
 from anaphora.runtime.lora.adapter import Adapter
 from anaphora.runtime.lora.context import AdapterContext
@@ -26,9 +27,7 @@ class LowRankTables:
         self._places = {
             id(part): (number, index)
             for number, layer in enumerate(decoder.layers)
-            for index, part in enumerate(
-                (layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down)
-            )
+            for index, part in enumerate(_parts(layer))
         }
         self._shape = len(decoder.layers), NUM_PARTS, 3
         self._tables: WeakKeyDictionary[Adapter, _Table] = WeakKeyDictionary()
@@ -64,3 +63,9 @@ class LowRankTables:
                     part.up.shape[0],
                 )
         return table
+
+
+def _parts(layer: DecoderLayer) -> tuple[Parameters, ...]:
+    """In the order of kernels.low_rank."""
+    mlp: Any = layer.mlp  # of what the kernels take, a gated one
+    return layer.query, layer.key, layer.value, layer.output, mlp.gate, mlp.up, mlp.down
