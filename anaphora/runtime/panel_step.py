@@ -28,6 +28,10 @@ Int64 = npt.NDArray[np.int64]
 MIN_TOKENS = 96
 
 
+# A step of up to so many panels is shared out by outputs, a longer one by panels.
+MOST_PANELS_BY_OUTPUTS = 16
+
+
 class PanelStep:
     """Runs steps of many tokens of one decoder in bfloat16, with as many threads as torch has.
 
@@ -98,7 +102,12 @@ class PanelStep:
         num_tokens = hidden.shape[0]
         row_bytes = self._num_kv_heads * dim * 2
         readers = find_readers(
-            group.calls, position_ids[0].numpy(), context.cache.block_size, row_bytes, team.num_threads
+            group.calls,
+            position_ids[0].numpy(),
+            context.cache.block_size,
+            row_bytes,
+            self._num_kv_heads,
+            team.num_threads,
         )
         own_size = panel_step.own_bytes(
             self._hidden_size,
@@ -128,8 +137,8 @@ class PanelStep:
             team.num_threads, addresses, np.array(sizes, dtype=np.int64), self._eps[list(numbers)],
             np.float32(self._decoder.layers[0].scaling), panels.data_ptr(), queries.data_ptr(), cos.data_ptr(),
             sin.data_ptr(), group.slot_mapping.numpy(), readers.rows.ctypes.data, readers.sequences, readers.items,
-            readers.starts, readers.visible.ctypes.data, team.barrier.ctypes.data, self._own.data_ptr(), own_size,
-            self._configuration.ctypes.data,
+            readers.units, readers.starts, readers.visible.ctypes.data, team.barrier.ctypes.data,
+            self._own.data_ptr(), own_size, self._configuration.ctypes.data,
         )  # fmt: skip
         team.run(lambda thread: panel_step.run_layers(thread, *arguments), self._abandon)
         return panels.transpose(1, 2).reshape(-1, hidden.shape[1])[:num_tokens]
@@ -142,55 +151,76 @@ class PanelStep:
 class Readers:
     """Who reads what, for all layers alike; the arrays are those of kernels.panel_step.run_layers.
 
-    most_items: of one sequence and thread.
+    most_items: of one unit.
     """
 
     rows: Int64
     sequences: Int64
     items: Int64
+    units: Int64
     starts: Int64
     visible: npt.NDArray[np.int32]
     most_items: int
 
 
 def find_readers(
-    calls: tuple[AttentionCall, ...], positions: Int64, block_size: int, row_bytes: int, num_threads: int
+    calls: tuple[AttentionCall, ...],
+    positions: Int64,
+    block_size: int,
+    row_bytes: int,
+    num_kv_heads: int,
+    num_threads: int,
 ) -> Readers:
     """positions: of each token of the packed batch. row_bytes: of one token in a layer's pool."""
     padded = np.append(positions, np.full(-len(positions) % PANEL_TOKENS, -1)).reshape(-1, PANEL_TOKENS)
     tokens = np.arange(padded.size).reshape(padded.shape)
     rows: list[Int64] = []
     sequences: list[tuple[int, int]] = []
-    items: list[tuple[int, int, int, int, int]] = []
+    items: list[tuple[int, int, int]] = []
     seen: list[Int64] = []
+    work: list[tuple[int, int, int, int]] = []  # a sequence, a K/V head, an item, its keys
     num_rows = 0
     for call in calls:
         length = (call.end - call.begin) // call.num_seqs
         tables = call.block_ids.numpy().reshape(call.num_seqs, -1).astype(np.int64)
         for table, first in zip(tables, range(call.begin, call.end, length), strict=True):
-            end = first + length
+            end, first_item = first + length, len(items)
             num_keys = int(positions[end - 1]) + 1
             slots = (table[: cdiv(num_keys, block_size), None] * block_size + np.arange(block_size)).ravel()[:num_keys]
             rows.append(np.pad(slots, (0, -num_keys % CHUNK_TOKENS), mode="edge") * row_bytes)
             for panel in range(first // PANEL_TOKENS, cdiv(end, PANEL_TOKENS)):
                 inside = (tokens[panel] >= first) & (tokens[panel] < end)
                 counts = np.where(inside, padded[panel] + 1, 0)
-                items.append((panel % num_threads, len(sequences), panel, int(counts.min()), int(counts.max())))
+                items.append((panel, int(counts.min()), int(counts.max())))
                 seen.append(counts)
+            for head in range(num_kv_heads):
+                work += [(len(sequences), head, item, items[item][2]) for item in range(first_item, len(items))]
             sequences.append((num_rows, num_keys))
             num_rows += len(rows[-1])
-    order = sorted(range(len(items)), key=items.__getitem__)
-    flat = np.array([items[i] for i in order], dtype=np.int64)
-    borders = [thread * len(sequences) + s for thread in range(num_threads) for s in range(len(sequences) + 1)]
-    starts = np.searchsorted(flat[:, 0] * len(sequences) + flat[:, 1], borders).reshape(num_threads, -1)
+    units, starts = _share_out(np.array(work, dtype=np.int64), num_threads)
     return Readers(
         rows=np.concatenate(rows),
         sequences=np.array(sequences, dtype=np.int64),
-        items=np.ascontiguousarray(flat[:, 2:]),
-        starts=starts.astype(np.int64),
-        visible=np.stack([seen[i] for i in order]).astype(np.int32),
-        most_items=int(np.diff(starts, axis=1).max()),
+        items=np.array(items, dtype=np.int64),
+        units=units,
+        starts=starts,
+        visible=np.stack(seen).astype(np.int32),
+        most_items=int((units[:, 3] - units[:, 2]).max()),
     )
+
+
+def _share_out(work: Int64, num_threads: int) -> tuple[Int64, Int64]:
+    """Units [m, 4] and where each thread's begin: runs of `work`, as even in keys as its items allow.
+
+    work: [n, 4], a sequence, a K/V head, an item, how many keys it reads.
+    """
+    keys = work[:, 3]
+    threads = (2 * np.cumsum(keys) - keys) * num_threads // (2 * keys.sum())
+    alike = np.column_stack([work[:, :2], threads])
+    begins = np.append(0, 1 + np.flatnonzero((alike[1:] != alike[:-1]).any(axis=1)))
+    ends = np.append(begins[1:], len(work))
+    units = np.column_stack([work[begins, :3], work[ends - 1, 2] + 1])
+    return units, np.searchsorted(threads[begins], np.arange(num_threads + 1))
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:

@@ -278,9 +278,12 @@ def see_less(tc, visible, count, out):
 
 @kernel
 def attend_panels(
-    queries, keys, values, rows, num_keys, items, visible, num_heads, num_kv_heads, scale, room, results, dim,
+    queries, keys, values, rows, num_keys, items, visible, kv_head, num_heads, num_kv_heads, scale, room, results,
+    dim,
 ):  # fmt: skip
-    """Attention of one sequence's items; an item is a panel, some of whose tokens are of the sequence.
+    """Attention of one sequence's items, for the query heads of one K/V head.
+
+    An item is a panel, some of whose tokens are of the sequence.
 
     queries: address of operands [panels, num_heads, dim]; each is replaced by its result.
     rows: address of the byte offsets of the sequence's keys, readable up to a multiple of CHUNK_TOKENS. num_keys: that
@@ -294,49 +297,48 @@ def attend_panels(
     seen = weights + CHUNK_TOKENS * 32
     tile_row, value_bytes = 16 * 2 * dim, CHUNK_TOKENS // 32 * TILE_BYTES
     own = 64 * dim + STATE_BYTES
-    for kv_head in range(num_kv_heads):
-        offset = kv_head * dim * 2
-        for n in range(len(items) * group):
-            begin_panel(results + n * own, dim, results + n * own + 64 * dim)
-        for start in range(0, num_keys, CHUNK_TOKENS):
-            here = min(CHUNK_TOKENS, num_keys - start)
-            row = rows + 8 * start
-            place = row
-            for t in range((here + 63) // 64 * 64):
-                copy_row(keys + offset + load_row(place), room + t * 2 * dim, dim)
-                place += 8
-            for t in range((here + 31) // 32):
-                turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
-            for n in range(len(items)):
-                count = min(items[n, MOST] - start, CHUNK_TOKENS)
-                if count <= 0:
-                    continue
-                whole = max(0, min(items[n, LEAST] - start, CHUNK_TOKENS)) // 32
-                blocks = (count + 31) // 32
-                see_less(visible + 64 * n, start, seen)
-                for g in range(group):
-                    head = kv_head * group + g
-                    query = queries + (items[n, PANEL] * num_heads + head) * dim * 32
-                    panel = results + (n * group + g) * own
-                    state = panel + 64 * dim
-                    for t in range(0, count, 64):
-                        accumulate(
-                            room + t * 2 * dim, tile_row, 2 * dim, 64, query, dim, scores + 64 * t, (0, 0, 0, 0), (0,)
-                        )
-                    soften(scores, whole, blocks, seen, scale, state, weights)
-                    rescale_panel(panel, dim, state + 128)
-                    d = 0
-                    while d < dim // 16:
-                        tile, target = packed_values + d * value_bytes, panel + d * TILE_BYTES
-                        if d + 4 <= dim // 16:
-                            accumulate(
-                                tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0, 0, 0), (0, 0)
-                            )
-                        else:
-                            accumulate(tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0), (0, 0))
-                        d += 4
+    offset = kv_head * dim * 2
+    for n in range(len(items) * group):
+        begin_panel(results + n * own, dim, results + n * own + 64 * dim)
+    for start in range(0, num_keys, CHUNK_TOKENS):
+        here = min(CHUNK_TOKENS, num_keys - start)
+        row = rows + 8 * start
+        place = row
+        for t in range((here + 63) // 64 * 64):
+            copy_row(keys + offset + load_row(place), room + t * 2 * dim, dim)
+            place += 8
+        for t in range((here + 31) // 32):
+            turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
         for n in range(len(items)):
+            count = min(items[n, MOST] - start, CHUNK_TOKENS)
+            if count <= 0:
+                continue
+            whole = max(0, min(items[n, LEAST] - start, CHUNK_TOKENS)) // 32
+            blocks = (count + 31) // 32
+            see_less(visible + 64 * n, start, seen)
             for g in range(group):
+                head = kv_head * group + g
+                query = queries + (items[n, PANEL] * num_heads + head) * dim * 32
                 panel = results + (n * group + g) * own
-                query = queries + (items[n, PANEL] * num_heads + kv_head * group + g) * dim * 32
-                finish_panel(panel, dim, panel + 64 * dim, query)
+                state = panel + 64 * dim
+                for t in range(0, count, 64):
+                    accumulate(
+                        room + t * 2 * dim, tile_row, 2 * dim, 64, query, dim, scores + 64 * t, (0, 0, 0, 0), (0,)
+                    )
+                soften(scores, whole, blocks, seen, scale, state, weights)
+                rescale_panel(panel, dim, state + 128)
+                d = 0
+                while d < dim // 16:
+                    tile, target = packed_values + d * value_bytes, panel + d * TILE_BYTES
+                    if d + 4 <= dim // 16:
+                        accumulate(
+                            tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0, 0, 0), (0, 0)
+                        )
+                    else:
+                        accumulate(tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0), (0, 0))
+                    d += 4
+    for n in range(len(items)):
+        for g in range(group):
+            panel = results + (n * group + g) * own
+            query = queries + (items[n, PANEL] * num_heads + kv_head * group + g) * dim * 32
+            finish_panel(panel, dim, panel + 64 * dim, query)
