@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.panels import pair, store_pairs
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
-from anaphora.runtime.kernels.vectors import F32, I16, I32, I64, Vectors, length
+from anaphora.runtime.kernels.vectors import F32, I32, I64, Vectors, length
 
 CHUNK_TOKENS = 256
 
@@ -101,17 +101,23 @@ def turn_values(tc, values, rows, out, out_bytes, dim):
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
         values, rows, out, out_bytes, dim = arguments
-        b, narrow, wide = v.builder, ir.VectorType(I16, 16), ir.VectorType(I32, 16)
+        b, wide = v.builder, ir.VectorType(I32, 16)
+        sixteen, upper = ir.Constant(wide, [16] * 16), ir.Constant(wide, [-65536] * 16)
+        lower = ir.Constant(wide, [65535] * 16)
         places = [b.add(values, v.load(v.at(rows, 8 * t), I64, 8)) for t in range(32)]
-        with cgutils.for_range_slice(b, v.number(0), dim, v.number(16), I64) as (n, _):
+        with cgutils.for_range_slice(b, v.number(0), dim, v.number(32), I64) as (n, _):
             column, target = b.mul(n, v.number(2)), b.add(out, b.mul(out_bytes, b.lshr(n, v.number(4))))
             halves = []
             for first in (0, 16):
-                lines = [b.zext(v.load(b.add(place, column), narrow, 2), wide) for place in places[first : first + 16]]
+                lines = [v.load(b.add(place, column), wide, 2) for place in places[first : first + 16]]
                 halves.append(transposed(v, lines))
+            # A line has two numbers of 16 tokens: it is cut up, and joined with those of the other 16.
             for line, (low, high) in enumerate(zip(*halves, strict=True)):
-                both = b.or_(low, b.shl(high, ir.Constant(wide, [16] * 16)))
-                store_pairs(v, both, v.at(target, 64 * line))
+                tile = b.add(target, out_bytes) if line >= 8 else target
+                even = b.or_(b.and_(low, lower), b.shl(high, sixteen))
+                odd = b.or_(b.lshr(low, sixteen), b.and_(high, upper))
+                for i, both in enumerate((even, odd)):
+                    store_pairs(v, both, v.at(tile, 64 * (2 * (line % 8) + i)))
 
     signature = types.void(values, rows, out, out_bytes, dim)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
