@@ -176,7 +176,7 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
     few = CpuStep(decoder, num_heads, num_kv_heads)
     _check(module, layout, decoder, few)
     try:
-        many = PanelStep(decoder, num_heads, num_kv_heads, few)
+        many = PanelStep(decoder, num_heads, num_kv_heads, few, layout.cache.groups)
         _check(module, layout, decoder, many)
     except NotRecognisedError as difference:
         _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)

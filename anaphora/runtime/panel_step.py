@@ -7,12 +7,14 @@ what is done to the weights between steps is seen. Imports Numba: import it only
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
 from anaphora.runtime.attention import AttentionCall, PagedContext
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
@@ -24,9 +26,10 @@ from anaphora.runtime.threads import ThreadTeam
 
 Int64 = npt.NDArray[np.int64]
 
-# From this many tokens on, a step of panels takes less time than one of CpuStep: measured, see docs/log.md.
-MIN_TOKENS = 96
-
+# A step of at least MIN_TOKENS, and at least MIN_MEAN_TOKENS for each sequence, takes less time than one of CpuStep,
+# which reads the keys that several sequences share only once, and wastes no lanes on short ones: see docs/log.md.
+MIN_TOKENS = 24
+MIN_MEAN_TOKENS = 8
 
 # A step of up to so many panels is shared out by outputs, a longer one by panels.
 MOST_PANELS_BY_OUTPUTS = 16
@@ -36,17 +39,27 @@ class PanelStep:
     """Runs steps of many tokens of one decoder in bfloat16, with as many threads as torch has.
 
     max_tokens: as many as there is memory for.
+    kinds: what the layers of each group see.
     few_tokens: the kernels for the same decoder's other steps, which know where its weights are.
     Raises NotRecognisedError if this CPU or this decoder is not for it.
     """
 
-    def __init__(self, decoder: Decoder, num_heads: int, num_kv_heads: int, few_tokens: CpuStep) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_heads: int,
+        num_kv_heads: int,
+        few_tokens: CpuStep,
+        kinds: Sequence[AttentionKind] = (FullAttention(),),
+    ) -> None:
         self.max_tokens = sys.maxsize
         weight = decoder.layers[0].gate["weight"]
         if weight is None or weight.dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
+        if tuple(kinds) != (FullAttention(),):
+            raise NotRecognisedError("it has layers that do not read every earlier token")
         self._mlp_size, self._hidden_size = weight.shape
         self._decoder, self._few_tokens = decoder, few_tokens
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -58,11 +71,11 @@ class PanelStep:
 
     def takes(self, num_tokens: int, context: object) -> bool:
         """Whether this step is one for the tile unit."""
-        return (
-            num_tokens >= MIN_TOKENS
-            and isinstance(context, PagedContext)
-            and context.cache.keys[0].dtype == torch.bfloat16
-        )
+        if num_tokens < MIN_TOKENS or not isinstance(context, PagedContext):
+            return False
+        num_seqs = sum(call.num_seqs for call in context.groups[0].calls)
+        is_for_few = num_tokens <= self._few_tokens.max_tokens and num_tokens < MIN_MEAN_TOKENS * num_seqs
+        return not is_for_few and context.cache.keys[0].dtype == torch.bfloat16
 
     def __call__(
         self,
