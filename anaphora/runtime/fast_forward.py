@@ -9,23 +9,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from anaphora.core.groups import FullAttention
 from anaphora.core.ids import TokenId
 from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
-from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project, recognise
+from anaphora.runtime.decoder import Decoder, NotRecognisedError, Rotations, normalise
 from anaphora.runtime.features import InputRows
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
+from anaphora.runtime.module_watch import ModuleWatch
+from anaphora.runtime.recogniser import recognise
+
+if TYPE_CHECKING:
+    from anaphora.runtime.cpu_step import CpuStep
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ class StepKernels(Protocol):
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
@@ -77,7 +80,7 @@ class StepKernels(Protocol):
         self,
         number: int,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         context: PagedContext,
     ) -> torch.Tensor: ...
@@ -93,12 +96,7 @@ class FastForward:
         self._decoder = decoder
         self._kernels = tuple(kernels)
         self._library = PagedForward(module)  # a recognised decoder has no recurrent layers
-        modules = list(module.modules())
-        self._hooks: list[Any] = [part._forward_hooks for part in modules]
-        self._hooks += [part._forward_pre_hooks for part in modules]
-        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._attributes = [vars(part) for part in modules]
-        self._children = [(part._modules, name, child) for part in modules for name, child in part._modules.items()]
+        self._watch = ModuleWatch(module)
 
     def __call__(
         self,
@@ -109,7 +107,7 @@ class FastForward:
         adapters: AdapterContext | None = None,
         rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if adapters is not None or rows or self._is_changed():
+        if adapters is not None or rows or self._watch.is_changed():
             return self._library(input_ids, position_ids, keep, context, adapters, rows)
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
@@ -120,19 +118,11 @@ class FastForward:
         for layer in decoder.layers:
             hidden = decoder.run_layer(layer, hidden, rotations, context)
         hidden = normalise(hidden, decoder.norm)
-        return project(hidden.index_select(0, keep), decoder.head), hidden
+        return decoder.logits(hidden.index_select(0, keep)), hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """See PagedForward."""
         return self._library.head(hidden)
-
-    def _is_changed(self) -> bool:
-        """Whether the module does something that the loop does not: a hook, a replaced forward or submodule."""
-        return (
-            any(self._hooks)
-            or any("forward" in attributes for attributes in self._attributes)
-            or any(children.get(name) is not child for children, name, child in self._children)
-        )
 
 
 def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) -> Forward:
@@ -143,7 +133,7 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     name = type(module).__name__
     try:
         decoder = recognise(module)
-        _check(module, layout, decoder)
+        check_parts(module, layout, decoder)
     except (NotRecognisedError, TypeError, AttributeError, RuntimeError) as difference:
         _logger.info("%s runs through transformers' own layers, which is slower: %s", name, difference)
         return library
@@ -155,29 +145,37 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     return FastForward(module, decoder, kernels)
 
 
-def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> list[StepKernels]:
-    """For many tokens, where the CPU has a tile unit, and for few.
-
-    Raises NotRecognisedError, or ImportError where Numba is absent.
-    """
+def few_token_kernels(
+    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, reproducible_tokens: int | None = None
+) -> CpuStep:
+    """reproducible_tokens: see CpuStep. Raises NotRecognisedError, or ImportError where Numba is absent."""
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
-    if layout.cache.groups != (FullAttention(),):
-        raise NotRecognisedError("the kernels read every earlier token, and it has layers that do not")
     shapes = {place.shape for place in layout.places}
     if len(shapes) != 1:
         raise NotRecognisedError("its layers have keys and values of different shapes")
     try:
         from anaphora.runtime.cpu_step import CpuStep
-        from anaphora.runtime.panel_step import PanelStep
     except ImportError as error:
         raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
     num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
-    few = CpuStep(decoder, num_heads, num_kv_heads)
-    _check(module, layout, decoder, few)
+    kernels = CpuStep(decoder, num_heads, num_kv_heads, layout.cache.groups, reproducible_tokens=reproducible_tokens)
+    check_parts(module, layout, decoder, kernels)
+    return kernels
+
+
+def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> list[StepKernels]:
+    """For many tokens, where the CPU has a tile unit, and for few.
+
+    Raises NotRecognisedError, or ImportError where Numba is absent.
+    """
+    few = few_token_kernels(module, layout, decoder)
+    from anaphora.runtime.panel_step import PanelStep
+
+    num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, layout.places[0].shape.num_kv_heads
     try:
         many = PanelStep(decoder, num_heads, num_kv_heads, few, layout.cache.groups)
-        _check(module, layout, decoder, many)
+        check_parts(module, layout, decoder, many)
     except NotRecognisedError as difference:
         _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)
         return [few]
@@ -185,13 +183,15 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
 
 
 @torch.inference_mode()
-def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: StepKernels | None = None) -> None:
+def check_parts(
+    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: StepKernels | None = None
+) -> None:
     """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
 
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
     used. Each part is given what the module's own part got.
     """
-    lengths = (23, 18)
+    lengths = (24, 18)
     generator = torch.Generator().manual_seed(1)
     first, second = (
         [TokenId(token) for token in torch.randint(layout.vocab_size, (n,), generator=generator).tolist()]
@@ -205,7 +205,8 @@ def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kerne
     for scheduled, rows in (
         ([probe_request(0, first[:11])], [0]),
         ([probe_request(11, first[11:22]), probe_request(0, second[:17])], [0, 1]),
-        ([probe_request(22, first[22:]), probe_request(17, second[17:])], [0, 1]),  # few enough tokens for any kernel
+        ([probe_request(22, first[22:23]), probe_request(17, second[17:])], [0, 1]),  # few enough for any kernel
+        ([probe_request(23, first[23:])], [0]),
     ):
         inputs = build_inputs(scheduled, rows, tables, layout.cache.groups, layout.dtype)
         _check_step(module, layout, decoder, kernels, inputs, own, ours)
@@ -241,7 +242,7 @@ def _check_step(
             got = decoder.run_layer(layer, before.clone(), rotations, context)
         _compare(f"layer {number}", got, after, before)
     _compare("last norm", normalise(states[-1], decoder.norm), final)
-    _compare("head", project(final, decoder.head), logits)
+    _compare("head", decoder.logits(final), logits)
 
 
 def _compare(part: str, got: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None = None) -> None:
