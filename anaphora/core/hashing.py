@@ -117,7 +117,7 @@ def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
 
 
 def encode_by_block(keys: Iterable[ExtraKey]) -> dict[int, bytes]:
-    """Block index -> encoded extra keys. Costs a step for each key, and one more for each key of a block with several."""
+    """Block index -> encoded extra keys. In one pass, as an image has a key in every block that it touches."""
     keys = tuple(keys)
     encoded: dict[int, bytes] = {}
     crowded: dict[int, list[ExtraKey]] = {}
