@@ -106,3 +106,17 @@ def test_lru_is_a_list_whoever_leaves_from_wherever(seed: int) -> None:
     assert num_passed_over > 10  # GUARD: blocks left from the middle
     assert queue.pop_all() == model
     assert len(queue) == 0
+
+
+def test_lru_does_not_grow_where_everything_is_found_again_and_nothing_evicted() -> None:
+    queue = LRU(PrefixIndex(5))
+    for _ in range(1000):
+        queue.put(ids(4, 3, 2, 1), 3)
+        queue.remove(ids(1, 2, 3, 4))
+        assert len(queue._batches) <= 65
+    for _ in range(1000):
+        queue.put(ids(4, 3, 2, 1), 3)
+        queue.discard(BlockId(3))
+        queue.remove(ids(1, 2, 4))
+        assert sum(map(len, queue._batches)) <= 2 * 65
+    assert list(queue) == []

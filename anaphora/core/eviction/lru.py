@@ -26,7 +26,7 @@ class LRU:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._batches: deque[list[BlockId]] = deque()
-        self._by_head: dict[BlockId, list[BlockId]] = {}  # each batch whose first entry is not passed over
+        self._by_head: dict[BlockId, list[BlockId]] = {}  # who begins two of them is known by the later one
         self._passed_over: Counter[BlockId] = Counter()
         self._num_left_behind = 0  # entries to be passed over, and batches that are empty
         self._num_blocks = 0
@@ -67,7 +67,7 @@ class LRU:
         del batch[:count]
         if not batch:
             self._num_left_behind += 1
-        elif batch[0] not in self._passed_over:
+        else:
             self._by_head[batch[0]] = batch
         return count
 
@@ -94,8 +94,8 @@ class LRU:
                 batches.popleft()
                 if not batch:
                     self._num_left_behind -= 1
-                elif by_head.get(batch[0]) is batch:
-                    del by_head[batch[0]]
+                else:
+                    by_head.pop(batch[0], None)
             if passed_over:
                 present = _present(entries, passed_over)
                 self._num_left_behind -= len(entries) - len(present)
