@@ -71,6 +71,9 @@ class ServerOptions:
     heartbeat_s: Annotated[
         float, _option("--heartbeat", help="Seconds of silence after which a stream sends a comment.")
     ] = _SERVER["heartbeat_s"]
+    keep_alive_timeout_s: Annotated[
+        float, _option("--keep-alive-timeout", help="Seconds that an idle connection is kept.")
+    ] = _SERVER["keep_alive_timeout_s"]
     drain_timeout_s: Annotated[
         float, _option("--drain-timeout", help="Seconds that running requests have after SIGTERM.")
     ] = _SERVER["drain_timeout_s"]
@@ -200,10 +203,12 @@ def serve(
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         size = pool_size(running.num_blocks, running.block_size, running.capacity_tokens, running.kv_cache_bytes)
-        console.stdout().print(f"ready: {server_config.served_model_name or options['model']} at {url}, pool {size}")
+        weights = f"weights {running.weights_bytes or 0:,} bytes"
+        name = server_config.served_model_name or options["model"]
+        console.stdout().print(f"ready: {name} at {url}, {weights}, pool {size}")
         sys.stdout.flush()
 
-    Server(app, drain_timeout_s=server_config.drain_timeout_s, on_ready=on_ready).run([listener])
+    Server(app, server_config, on_ready=on_ready).run([listener])
 
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
