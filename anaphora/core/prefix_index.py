@@ -120,7 +120,7 @@ class PrefixIndex:
         committed, pending = self._committed, self._pending
         if committed.keys().isdisjoint(hashes) and (not pending or pending.keys().isdisjoint(hashes)):
             num_before, last = len(pending), self._last_lineage
-            lineages: list[Lineage] = [*range(last + 1, last + count + 1)]  # type: ignore[list-item]
+            lineages: list[Lineage] = [*range(last + 1, last + count + 1)]
             self._last_lineage = lineages[-1]
             self._write(blocks, hashes, contents, [parent, *lineages], lineages)
             if len(pending) == num_before + count:
