@@ -70,7 +70,7 @@ def _broken_pool(pool: BlockPool, tables: Iterable[Sequence[BlockId]]) -> list[s
     for table in tables:
         held = [block for block in table if block != NULL_BLOCK]
         claim(len(set(held)) == len(held), f"a table holds a block twice: {held}")
-        is_blank = [index.lineages[block] == NO_LINEAGE for block in held]
+        is_blank = [index.lineages[block] <= NO_LINEAGE for block in held]
         claim(is_blank == sorted(is_blank), f"what is findable of a table is no beginning of it: {held}")
     for block_hash in index.copies:
         blocks = index.blocks_of(block_hash)
