@@ -48,7 +48,8 @@ class CpuStep:
         weight = _tensor(decoder.layers[0].gate)
         self._mlp_size, self._hidden_size = weight.shape
         self._vocab_size = _tensor(decoder.head).shape[0]
-        self._dtype = weight.dtype
+        self._dtype = _tensor(decoder.norm.parameters).dtype
+        self._codes, self._head_codes = _codes(decoder)
         self._decoder = decoder
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._check(decoder)
@@ -61,7 +62,10 @@ class CpuStep:
         largest = max(self._hidden_size, self._mlp_size, attention_size)
         widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
-        self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize)
+        has_codes = bool(self._codes or self._head_codes)
+        self._own_size = step.own_bytes(
+            num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize, has_codes=has_codes
+        )
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
         self._queries = _aligned(self.max_tokens * attention_size * 4)
         self._wide = _rows(num_rows, widest)
@@ -159,13 +163,14 @@ class CpuStep:
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            num_threads, addresses, np.array([*sizes, use_tiles], dtype=np.int64),
+            num_threads, addresses, self._scales(numbers), np.array([*sizes, use_tiles], dtype=np.int64),
             self._eps[[*numbers, -1]],
             np.float32(self._decoder.layers[0].scaling), cos, sin, group.slot_mapping.numpy(), chunks.items,
             chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,
             keep.numpy(), np.array(final, dtype=np.int64), np.array(buffers, dtype=np.int64), self._own.ctypes.data,
             self._own_size, self._configuration.ctypes.data, self._wide, self._words, self._scores, self._partials.tops,
             self._partials.sums, self._partials.values, self._head_dim, self._element,
+            self._codes, self._head_codes,
         )  # fmt: skip
         share = team.run(lambda thread: step.run_step(thread, *arguments), self._abandon, num_threads)
         self._crowding.note(share)
@@ -173,6 +178,17 @@ class CpuStep:
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
+
+    def _scales(self, numbers: range) -> npt.NDArray[np.int64]:
+        """Addresses of the scales of weights that are codes; see step.run_step."""
+        table = np.zeros((len(numbers) + 1, step.DOWN + 1), dtype=np.int64)
+        if self._codes:
+            for row, number in zip(table, numbers, strict=False):
+                for column, linear in linear_parts(self._decoder.layers[number]):
+                    row[column] = linear["scales"].data_ptr()  # type: ignore[union-attr]
+        if self._head_codes:
+            table[-1, 0] = self._decoder.head["scales"].data_ptr()  # type: ignore[union-attr]
+        return table
 
     def addresses(self, layer: DecoderLayer, context: PagedContext) -> list[int]:
         """A layer's row of the kernels' table of addresses."""
@@ -229,8 +245,28 @@ class _Partials:
             self.values = np.zeros((count, *self.values.shape[1:]), dtype=np.float32)
 
 
+def linear_parts(layer: DecoderLayer) -> tuple[tuple[int, Parameters], ...]:
+    """Each linear part with its column in the kernels' tables."""
+    attention = ((step.QUERY, layer.query), (step.KEY, layer.key), (step.VALUE, layer.value))
+    return (
+        *attention,
+        (step.OUTPUT, layer.output),
+        (step.GATE, layer.gate),
+        (step.UP, layer.up),
+        (step.DOWN, layer.down),
+    )
+
+
+def _codes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the layers' weights are, and the head's; see int8.product. Raises NotRecognisedError."""
+    kinds = {"codes" in linear for layer in decoder.layers for _, linear in linear_parts(layer)}
+    if len(kinds) != 1:
+        raise NotRecognisedError("some of its layers are int8 and some are not")
+    return (0,) * kinds.pop(), (0,) * ("codes" in decoder.head)
+
+
 def _tensor(parameters: Parameters) -> torch.Tensor:
-    weight = parameters["weight"]
+    weight = parameters["codes" if "codes" in parameters else "weight"]
     if weight is None:
         raise NotRecognisedError("a weight is missing")
     return weight

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from anaphora.runtime import int8
 from anaphora.runtime.attention import AttentionContext
 
 Parameters = dict[str, torch.nn.Parameter | None]
@@ -71,6 +72,9 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, hidden]."""
+        codes, scales = self.embedding.get("codes"), self.embedding.get("scales")
+        if codes is not None and scales is not None:
+            return int8.embed(token_ids, codes, scales)
         return F.embedding(token_ids, _weight(self.embedding))
 
     def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +126,11 @@ def recognise(module: PreTrainedModel) -> Decoder:
     decoder = model.get_decoder()
     _has_parts(module, required={_name_of(module, decoder), "lm_head"})
     _has_parts(decoder, required={"embed_tokens", "layers", "norm", "rotary_emb"})
-    if type(decoder.embed_tokens) is not torch.nn.Embedding or decoder.embed_tokens.max_norm is not None:
+    embedding = decoder.embed_tokens
+    if isinstance(embedding, int8.Int8Embedding):
+        if embedding.embed_scale is not None:
+            raise NotRecognisedError("its embed_tokens is scaled")
+    elif type(embedding) is not torch.nn.Embedding or embedding.max_norm is not None:
         raise NotRecognisedError(f"its embed_tokens is a {type(decoder.embed_tokens).__name__}")
     if type(decoder.layers) is not torch.nn.ModuleList or len(decoder.layers) == 0:
         raise NotRecognisedError("its layers are not a list of modules")
@@ -150,7 +158,10 @@ def normalise(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def project(hidden: torch.Tensor, linear: Parameters) -> torch.Tensor:
-    return F.linear(hidden, _weight(linear), linear.get("bias"))
+    codes, scales, bias = linear.get("codes"), linear.get("scales"), linear.get("bias")
+    if codes is not None and scales is not None:
+        return int8.linear(hidden, codes, scales, bias)
+    return F.linear(hidden, _weight(linear), bias)
 
 
 def _rotate(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -215,7 +226,10 @@ def _name_of(module: torch.nn.Module, child: torch.nn.Module) -> str:
 
 
 def _linear(module: torch.nn.Module) -> Parameters:
-    if type(module) is not torch.nn.Linear:  # quantised, adapted, fused: it may do more than multiply
+    if type(module) not in (
+        torch.nn.Linear,
+        int8.Int8Linear,
+    ):  # quantised, adapted, fused: it may do more than multiply
         raise NotRecognisedError(f"it has a {type(module).__name__} where a Linear is expected")
     return module._parameters
 

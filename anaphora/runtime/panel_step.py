@@ -15,8 +15,8 @@ import torch
 
 from anaphora.core.ids import cdiv
 from anaphora.runtime.attention import AttentionCall, PagedContext
-from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
-from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project
+from anaphora.runtime.cpu_step import CpuStep, linear_parts, tiles_allowed
+from anaphora.runtime.decoder import Decoder, DecoderLayer, NotRecognisedError, Parameters, normalise, project
 from anaphora.runtime.kernels import barrier, panel_step, step, tiles
 from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, chunk_bytes, result_bytes
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
@@ -38,11 +38,13 @@ class PanelStep:
 
     def __init__(self, decoder: Decoder, num_heads: int, num_kv_heads: int, few_tokens: CpuStep) -> None:
         self.max_tokens = sys.maxsize
-        weight = decoder.layers[0].gate["weight"]
-        if weight is None or weight.dtype != torch.bfloat16:
+        gate, norm = decoder.layers[0].gate, decoder.norm.parameters["weight"]
+        weight = gate.get("codes", gate.get("weight"))
+        if weight is None or norm is None or norm.dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
+        self._has_codes = "codes" in gate
         self._mlp_size, self._hidden_size = weight.shape
         self._decoder, self._few_tokens = decoder, few_tokens
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -51,6 +53,7 @@ class PanelStep:
         self._eps = np.array([[0.0 if norm is None else norm.eps for norm in four] for four in norms], np.float32)
         self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
         self._own = torch.empty(0, dtype=torch.uint8)
+        self._unpacked = torch.empty(0, dtype=torch.bfloat16)
 
     def takes(self, num_tokens: int, context: object) -> bool:
         """Whether this step is one for the tile unit."""
@@ -124,15 +127,37 @@ class PanelStep:
             dim,
             chunk_bytes(dim),
         ]
+        eps = self._eps[list(numbers)]
         arguments = (
-            team.num_threads, addresses, np.array(sizes, dtype=np.int64), self._eps[list(numbers)],
             np.float32(self._decoder.layers[0].scaling), panels.data_ptr(), queries.data_ptr(), cos.data_ptr(),
             sin.data_ptr(), group.slot_mapping.numpy(), readers.rows.ctypes.data, readers.sequences, readers.items,
             readers.starts, readers.visible.ctypes.data, team.barrier.ctypes.data, self._own.data_ptr(), own_size,
             self._configuration.ctypes.data,
         )  # fmt: skip
-        team.run(lambda thread: panel_step.run_layers(thread, *arguments), self._abandon)
+
+        def run(part: slice) -> None:
+            layers = (team.num_threads, addresses[part], np.array(sizes, dtype=np.int64), eps[part])
+            team.run(lambda thread: panel_step.run_layers(thread, *layers, *arguments), self._abandon)
+
+        if not self._has_codes:
+            run(slice(None))
+        for place, number in enumerate(numbers if self._has_codes else ()):
+            self._unpack(self._decoder.layers[number], addresses[place])
+            run(slice(place, place + 1))
         return panels.transpose(1, 2).reshape(-1, hidden.shape[1])[:num_tokens]
+
+    def _unpack(self, layer: DecoderLayer, addresses: Int64) -> None:
+        """Make bfloat16 of one layer's codes, in memory that the next layer takes over, and note where they are."""
+        begin, parts = 0, linear_parts(layer)
+        matrices = [(column, *_codes_and_scales(linear)) for column, linear in parts]
+        size = sum(codes.numel() for _, codes, _ in matrices)
+        if self._unpacked.numel() < size:
+            self._unpacked = torch.empty(size, dtype=torch.bfloat16)
+        for column, codes, scales in matrices:
+            room = self._unpacked[begin : begin + codes.numel()].view(codes.shape)
+            torch.mul(codes, scales.unsqueeze(1), out=room)
+            addresses[column] = room.data_ptr()
+            begin += codes.numel()
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
@@ -191,6 +216,13 @@ def find_readers(
         visible=np.stack([seen[i] for i in order]).astype(np.int32),
         most_items=int(np.diff(starts, axis=1).max()),
     )
+
+
+def _codes_and_scales(linear: Parameters) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = linear.get("codes"), linear.get("scales")
+    if codes is None or scales is None:
+        raise NotRecognisedError("some of its layers are int8 and some are not")
+    return codes, scales
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from anaphora.runtime.kernels.attention import (
 from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import gate
-from anaphora.runtime.kernels.linear import linear, prepare
+from anaphora.runtime.kernels.int8 import PANEL_OUTPUTS, panel_bytes, prepare_rows, product
 from anaphora.runtime.kernels.parts import (
     add_bias,
     add_to_hidden,
@@ -52,13 +52,15 @@ SCRATCH_BYTES = 1024
 CONFIGURATION_BYTES = 64
 
 
-def own_bytes(num_rows: int, hidden_size: int, largest_size: int, head_dim: int, element_bytes: int) -> int:
+def own_bytes(
+    num_rows: int, hidden_size: int, largest_size: int, head_dim: int, element_bytes: int, *, has_codes: bool
+) -> int:
     """Bytes that a thread needs for itself; sizes are of rows. A multiple of 64.
 
     Attention takes the room of the operands, which are not needed at the same time.
     """
     operands = max(num_rows * 4 * largest_size, tile_bytes(head_dim))
-    rows = num_rows * 2 * hidden_size * element_bytes + operands
+    rows = num_rows * 2 * hidden_size * element_bytes + operands + has_codes * panel_bytes(largest_size)
     return SCRATCH_BYTES + CONFIGURATION_BYTES + -(-rows // 64) * 64
 
 
@@ -69,22 +71,23 @@ def has_tile_unit():
 
 @kernel
 def run_step(
-    thread, num_threads, addresses, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens, query_visible,
-    query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, words, scores, tops, sums,
-    partials, head_dim, element,
+    thread, num_threads, addresses, scales, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens,
+    query_visible, query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, words, scores,
+    tops, sums, partials, head_dim, element, codes, head_codes,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
     addresses: int64 [layers, NUM_COLUMNS]. final: int64 [3], last norm, head, head's bias.
+    scales: int64 [layers + 1, DOWN + 1], of weights of codes in the weights' columns; of the head in the last row.
     eps: float32 [layers + 1, 4], of input norm, query norm, key norm, MLP norm; of the last norm in the last row.
     cos, sin: float32 [tokens, head_dim], the sine's first half negated.
     slots: int64 [tokens], where a token's key and value go. keep: int64, tokens whose logits are wanted.
     items: int64 [chunks, 2], each chunk's part of the arrays query_*. rows: int64 [chunks, CHUNK_TOKENS].
     query_*: see attention.attend_chunk. token_slots: int64 [tokens + 1], each token's partial results.
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
-    elements, operands. configuration: address of the tiles' one, or 0.
+    elements, operands, a panel for codes. configuration: address of the tiles' one, or 0.
     wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary].
-    scores: float32 [num_threads, ...].
+    scores: float32 [num_threads, ...]. codes, head_codes: what the layers' weights and the head's are: int8.product.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, vocabulary, use_tiles = sizes[MLP], sizes[VOCABULARY], sizes[USE_TILES] != 0
@@ -96,6 +99,8 @@ def run_step(
     plain = saved + CONFIGURATION_BYTES
     kept = plain + padded * size * width
     operands = kept + padded * size * width
+    panel = own + (thread + 1) * own_size - 2 * PANEL_OUTPUTS * max(size, mlp_size, num_heads * dim)
+    weight_width = len(codes) if len(codes) > 0 else width
     wide_at, wide_stride = address_of(wide), 4 * wide.shape[1]
     stride, attended_stride, mlp_stride = size * width, num_heads * dim * width, mlp_size * width
     num_layers = addresses.shape[0]
@@ -111,22 +116,22 @@ def run_step(
         store_configuration(saved)
         load_configuration(configuration)
     for layer in range(num_layers):
-        a = addresses[layer]
+        a, s = addresses[layer], scales[layer]
         for t in range(num_tokens):
             normalise(hidden + t * stride, a[INPUT_NORM], eps[layer, 0], size, plain + t * stride, element)
-        prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
+        prepare_rows(plain, stride, num_tokens, size, operands, use_tiles, element, codes)
         for unit in range(first_unit, last_unit):
             kind, head = QUERY, unit
             if unit >= num_heads + num_kv_heads:
                 kind, head = VALUE, unit - num_heads - num_kv_heads
             elif unit >= num_heads:
                 kind, head = KEY, unit - num_heads
-            weight, bias = a[kind] + head * dim * stride, a[kind + 1]
+            weight, bias = a[kind] + head * dim * size * weight_width, a[kind + 1]
             if bias != 0:
                 bias += head * dim * width
-            linear(
-                operands, num_tokens, weight, size, 0, dim, wide_at + 4 * unit * dim, wide_stride, scratch, use_tiles,
-                element,
+            product(
+                operands, num_tokens, weight, s[kind] + head * dim * width, size, 0, dim, wide_at + 4 * unit * dim,
+                wide_stride, scratch, panel, use_tiles, element, codes,
             )  # fmt: skip
             for t in range(num_tokens):
                 line = wide[t, unit * dim : (unit + 1) * dim]
@@ -144,7 +149,7 @@ def run_step(
                     finish_head(line, bias, 0, eps[layer, 2], nothing, nothing, dim, element)
                     store_line(line, a[VALUE_POOL] + place, element)
         # What the next linear part reads first comes while the threads wait for each other, here and below.
-        fetch_lines(a[OUTPUT] + first * attended_stride, 32 * attended_stride)
+        fetch_lines(a[OUTPUT] + first * num_heads * dim * weight_width, 32 * num_heads * dim * weight_width)
         if not meet(barrier, num_threads):
             return
         for item in range(first_item, last_item):
@@ -170,23 +175,23 @@ def run_step(
             merge(token_slots[t], token_slots[t + 1], head, scale, tops, sums, partials, place, dim, element)
         if not meet(barrier, num_threads):
             return
-        prepare(shared, attended_stride, num_tokens, num_heads * dim, operands, use_tiles, element)
-        linear(
-            operands, num_tokens, a[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch, use_tiles,
-            element,
+        prepare_rows(shared, attended_stride, num_tokens, num_heads * dim, operands, use_tiles, element, codes)
+        product(
+            operands, num_tokens, a[OUTPUT], s[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch,
+            panel, use_tiles, element, codes,
         )  # fmt: skip
-        fetch_lines(a[GATE] + first_mlp * stride, 32 * stride)
+        fetch_lines(a[GATE] + first_mlp * size * weight_width, 32 * size * weight_width)
         for t in range(num_tokens):
             add_to_hidden(hidden + t * stride, wide[t], a[OUTPUT_BIAS], first, last, element)
         if not meet(barrier, num_threads):
             return
         for t in range(num_tokens):
             normalise(hidden + t * stride, a[MLP_NORM], eps[layer, 3], size, plain + t * stride, element)
-        prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
+        prepare_rows(plain, stride, num_tokens, size, operands, use_tiles, element, codes)
         for column, offset in ((GATE, 0), (UP, mlp_size)):
-            linear(
-                operands, num_tokens, a[column], size, first_mlp, last_mlp, wide_at + 4 * offset, wide_stride, scratch,
-                use_tiles, element,
+            product(
+                operands, num_tokens, a[column], s[column], size, first_mlp, last_mlp, wide_at + 4 * offset,
+                wide_stride, scratch, panel, use_tiles, element, codes,
             )  # fmt: skip
             for t in range(num_tokens):
                 add_bias(wide[t, offset : offset + mlp_size], a[column + 1], first_mlp, last_mlp, element)
@@ -194,15 +199,16 @@ def run_step(
             line = wide_at + t * wide_stride + 4 * first_mlp
             place = shared + t * mlp_stride + first_mlp * width
             gate(line, line + 4 * mlp_size, place, last_mlp - first_mlp, element)
-        fetch_lines(a[DOWN] + first * mlp_stride, 32 * mlp_stride)
+        fetch_lines(a[DOWN] + first * mlp_size * weight_width, 32 * mlp_size * weight_width)
         if not meet(barrier, num_threads):
             return
-        prepare(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element)
-        linear(
-            operands, num_tokens, a[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, use_tiles, element
+        prepare_rows(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element, codes)
+        product(
+            operands, num_tokens, a[DOWN], s[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, panel,
+            use_tiles, element, codes,
         )  # fmt: skip
         if layer + 1 < num_layers:
-            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * stride, 32 * stride)
+            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * size * weight_width, 32 * size * weight_width)
         for t in range(num_tokens):
             add_to_hidden(hidden + t * stride, wide[t], a[DOWN_BIAS], first, last, element)
         if not meet(barrier, num_threads):
@@ -215,14 +221,14 @@ def run_step(
     if len(keep) > 0:
         for j in range(len(keep)):
             copy_elements(plain + keep[j] * stride, kept + j * stride, size, element)
-        prepare(kept, stride, len(keep), size, operands, use_tiles, element)
+        prepare_rows(kept, stride, len(keep), size, operands, use_tiles, element, head_codes)
         first_word = 16 * (thread * (vocabulary // 16) // num_threads)
         last_word = 16 * ((thread + 1) * (vocabulary // 16) // num_threads)
         if thread == num_threads - 1:
             last_word = vocabulary
-        linear(
-            operands, len(keep), final[1], size, first_word, last_word, address_of(words), 4 * words.shape[1], scratch,
-            use_tiles, element,
+        product(
+            operands, len(keep), final[1], scales[num_layers, 0], size, first_word, last_word, address_of(words),
+            4 * words.shape[1], scratch, panel, use_tiles, element, head_codes,
         )  # fmt: skip
         for j in range(len(keep)):
             add_bias(words[j], final[2], first_word, last_word, element)
