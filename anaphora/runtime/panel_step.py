@@ -18,6 +18,7 @@ from anaphora.runtime.attention import AttentionCall, PagedContext
 from anaphora.runtime.cpu_step import CpuStep, linear_parts, tiles_allowed
 from anaphora.runtime.decoder import Decoder, DecoderLayer, NotRecognisedError, Parameters, normalise, project
 from anaphora.runtime.kernels import barrier, panel_step, step, tiles
+from anaphora.runtime.kernels.int8 import unpack_matrices
 from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, chunk_bytes, result_bytes
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 from anaphora.runtime.threads import ThreadTeam
@@ -153,11 +154,13 @@ class PanelStep:
         size = sum(codes.numel() for _, codes, _ in matrices)
         if self._unpacked.numel() < size:
             self._unpacked = torch.empty(size, dtype=torch.bfloat16)
-        for column, codes, scales in matrices:
-            room = self._unpacked[begin : begin + codes.numel()].view(codes.shape)
-            torch.mul(codes, scales.unsqueeze(1), out=room)
-            addresses[column] = room.data_ptr()
+        table = np.empty((len(matrices), 5), dtype=np.int64)
+        for row, (column, codes, scales) in zip(table, matrices, strict=True):
+            addresses[column] = self._unpacked.data_ptr() + 2 * begin
+            row[:] = codes.data_ptr(), scales.data_ptr(), *codes.shape, addresses[column]
             begin += codes.numel()
+        num_threads = self._team.num_threads
+        self._team.run(lambda thread: unpack_matrices(thread, num_threads, table, (0, 0)), self._abandon)
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1

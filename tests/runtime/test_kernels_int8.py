@@ -15,8 +15,8 @@ from test_kernels import WAYS, bfloat16_llama, load_tiles, plans, run_steps
 from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.fast_forward import FastForward, make_forward
 from anaphora.runtime.forward import PagedForward
-from anaphora.runtime.int8 import quantize_rows
-from anaphora.runtime.kernels.int8 import linear_codes, panel_bytes, prepare_codes
+from anaphora.runtime.int8 import dequantize_rows, quantize_rows
+from anaphora.runtime.kernels.int8 import linear_codes, panel_bytes, prepare_codes, unpack_matrices
 from anaphora.runtime.quantization import quantize_int8
 
 
@@ -42,6 +42,17 @@ def test_linear_parts_of_codes(dtype: torch.dtype, use_tiles: bool, num_rows: in
         assert (out[:num_rows, end:] == 7).all()
     expected = x[:num_rows].double() @ (codes.double() * scales.double().unsqueeze(1)).T
     assert (torch.from_numpy(out)[:num_rows] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacked_codes_are_those_of_torch_whoever_unpacks_them(dtype: torch.dtype) -> None:
+    codes, scales = quantize_rows(torch.randn(37, 96, generator=torch.Generator().manual_seed(1)).to(dtype))
+    out = torch.full((38, 96), torch.nan, dtype=dtype)
+    matrices = np.array([[codes.data_ptr(), scales.data_ptr(), 37, 96, out.data_ptr()]], np.int64)
+    for thread in (2, 0, 1):
+        unpack_matrices(thread, 3, matrices, (0,) * dtype.itemsize)
+    assert torch.equal(out[:37], dequantize_rows(codes, scales))
+    assert bool(out[37].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

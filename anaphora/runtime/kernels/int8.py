@@ -87,6 +87,20 @@ def linear_codes(x, num_rows, codes, scales, count, begin, end, out, out_stride,
 
 
 @kernel
+def unpack_matrices(thread, num_threads, matrices, element):
+    """A thread's share of codes × scales as elements.
+
+    matrices: int64 [n, 5]: address of codes, of scales, how many rows, how many codes a row, address of elements.
+    """
+    for i in range(len(matrices)):
+        codes, scales, num_rows = matrices[i, 0], matrices[i, 1], matrices[i, 2]
+        count, out = matrices[i, 3], matrices[i, 4]
+        for n in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+            factor = load_element(scales, n, element)
+            unpack_scaled(codes + n * count, out + n * count * len(element), count, factor, element)
+
+
+@kernel
 def vector_codes(x, num_rows, codes, count, begin, end, out, out_stride, element):
     x_stride = 4 * count
     n = begin
@@ -196,6 +210,20 @@ def unpack(tc, codes, out, count, element):
             b.store(upper, place).align = 2
 
     return void(build, types.void(codes, out, count, element), (length(element),))
+
+
+@intrinsic
+def unpack_scaled(tc, codes, out, count, factor, element):
+    """`count` codes (a multiple of lanes) × a float32 as elements."""
+
+    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
+        codes, out, count, factor = arguments[:4]
+        b, factors = v.builder, v.splat(factor)
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(v.lanes), I64) as (k, _index):
+            value = b.fmul(_load_codes(v, b.add(codes, k)), factors)
+            v.store_elements(value, b.add(out, b.mul(k, v.number(v.element_bytes))))
+
+    return void(build, types.void(codes, out, count, types.float32, element), (length(element),))
 
 
 @intrinsic
