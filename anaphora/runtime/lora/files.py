@@ -50,7 +50,8 @@ class AdapterReader:
         if not os.path.isdir(path):
             raise AdapterFileError(f"there is no folder {folder}: give one that holds {CONFIG_FILE}, {WEIGHTS_FILE}")
         try:
-            settings = parse_settings(_read(path / CONFIG_FILE, _MAX_CONFIG_BYTES).decode("utf-8"))
+            text = _read(path / CONFIG_FILE, _MAX_CONFIG_BYTES).decode("utf-8")
+            settings = parse_settings(text, [name for name, _ in self._module.named_modules()])
             self._check_ranks(settings)
             if not os.path.exists(path / WEIGHTS_FILE) and os.path.exists(path / "adapter_model.bin"):
                 raise UnsupportedAdapterError(
