@@ -138,7 +138,7 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
     try:
         from anaphora.runtime.cpu_step import CpuStep
     except ImportError as error:
-        raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
+        raise ImportError(f"they need Numba: pip install numba ({error})") from error
     kernels = CpuStep(decoder, module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads)
     _check(module, layout, decoder, kernels)
     return kernels

@@ -64,6 +64,7 @@ def full_pool(num_blocks: int) -> Filler:
     return filler
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("num_blocks", [1024, 8192, 65536])
 def test_a_full_pool_allocates_like_an_empty_one(num_blocks: int) -> None:
     full = full_pool(num_blocks)
@@ -71,11 +72,13 @@ def test_a_full_pool_allocates_like_an_empty_one(num_blocks: int) -> None:
     assert full.cache.pool.num_evicted >= MIN_ROUNDS * 1024  # GUARD
 
 
+@pytest.mark.timing
 def test_a_large_full_pool_allocates_like_a_small_one() -> None:
     small, large = full_pool(1024), full_pool(65536)
     assert worst_ratio(2, lambda: small.put(1024), lambda: large.put(1024)) <= 2
 
 
+@pytest.mark.timing
 def test_look_up_time_does_not_depend_on_the_number_of_entries() -> None:
     times = []
     for num_entries in (2 * 1024, 256 * 1024):
@@ -101,6 +104,7 @@ def test_look_up_time_does_not_depend_on_the_number_of_entries() -> None:
     assert worst_ratio(2, *times) <= 2
 
 
+@pytest.mark.timing
 def test_hashing_is_linear() -> None:
     def hashing(num_tokens: int) -> float:
         tokens = pack_tokens(range(num_tokens))
@@ -144,6 +148,7 @@ def run_alone(scheduler: Scheduler, request: Request) -> None:
         scheduler.update(plan, StepResult(ended))
 
 
+@pytest.mark.timing
 def test_a_long_warm_prompt_costs_no_more_a_token_than_a_short_one() -> None:
     scheduler = Scheduler(CacheManager(1024, 16), max_num_batched_tokens=512)
     numbers = itertools.count()
@@ -164,6 +169,7 @@ def test_a_long_warm_prompt_costs_no_more_a_token_than_a_short_one() -> None:
     assert least[1] <= 2 * least[0]
 
 
+@pytest.mark.timing
 def test_misses_cost_little() -> None:
     """A miss costs tens of microseconds of hashing, committing and evicting."""
     prompts = iter(ids(20_000 + number, 60) for number in range(20_000))
@@ -217,6 +223,7 @@ def test_nothing_is_kept_of_prompts_but_what_the_pool_holds() -> None:
     assert num_objects() <= 1.01 * after_2000
 
 
+@pytest.mark.timing
 def test_no_step_among_many_cached_blocks_is_a_pause() -> None:
     """The same decode several times: a true pause comes back at the same step, noise does not."""
 

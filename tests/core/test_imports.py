@@ -36,8 +36,10 @@ CONSTANT_TABLES = {"POLICIES"}
 
 
 def plane_of(module: str) -> str:
-    """`anaphora.core.plan` -> core; `anaphora` and `anaphora.errors` -> root."""
+    """`anaphora.core.plan` -> core; `anaphora` and `anaphora.errors` -> root; `__main__` is a command line."""
     parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "cli"
     return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ROOT
 
 

@@ -118,6 +118,15 @@ def test_an_interrupt_aborts_everything():
     assert [len(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, THREE)] == [3, 3, 3]
 
 
+@pytest.fixture
+def listens_to_ctrl_c():
+    """A process that was started in the background ignores it, and its tests would with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_ctrl_c_waits_for_the_end_of_the_step():
     llm, executor, _ = make_llm()
 
@@ -134,6 +143,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_a_second_ctrl_c_does_not_wait_and_leaves_nothing_either():
     llm, executor, _ = make_llm()
 

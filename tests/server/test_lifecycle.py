@@ -21,6 +21,8 @@ from tiny_llama import ids
 from anaphora.server.app import build_app
 from anaphora.server.config import ServerConfig
 
+pytestmark = pytest.mark.timing
+
 
 def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
     """Seconds until it held."""

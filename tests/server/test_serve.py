@@ -130,6 +130,24 @@ def test_a_taken_port_and_a_missing_key_file_are_told_before_the_model_is_loaded
     assert "key file" in capsys.readouterr().err
 
 
+def test_an_adapter_that_no_model_could_take_is_told_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anaphora.api.build.build_engine", lambda *_, **__: pytest.fail("loaded"))
+    assert main(["serve", str(folder), "--port", "0", "--lora", f"x={tmp_path}"]) == 2
+    assert capsys.readouterr().err.endswith("cannot be used: there is no file adapter_config.json\n")
+
+
+def test_sigterm_before_the_ready_line_ends_it_with_exit_0(folder: Path) -> None:
+    command = [sys.executable, "-m", "anaphora", "serve", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "loading" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        shown = process.communicate(timeout=60)
+    assert (process.returncode, *shown) == (0, "", "")
+
+
 def test_the_ready_line_does_not_take_a_pool_that_groups_share_for_one_table() -> None:
     from anaphora.cli.serve import pool_size
 

@@ -12,6 +12,8 @@ import pytest
 from server_world import Live, serving
 from tiny_llama import ids
 
+pytestmark = pytest.mark.timing
+
 PARTS = ["receive", "tokenize", "queue", "lookup", "follow", "compute", "sample", "other"]
 TEXT = "When is high tide? " * 20
 BODIES: dict[str, dict[str, Any]] = {
