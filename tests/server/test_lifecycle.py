@@ -195,6 +195,13 @@ def test_a_full_house_answers_429_and_takes_the_next_when_one_leaves(make_engine
         assert len(live.generate([8, 9], 3)["choices"][0]["token_ids"]) == 3
 
 
+def test_no_piece_of_a_reply_waits_for_the_acknowledgement_of_the_one_before(live: Live) -> None:
+    assert live.client.get("/health").status_code == 200
+    (connection, *_) = live.server.server_state.connections
+    sent_by: socket.socket = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+    assert sent_by.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 def test_a_stream_that_waits_sends_comments(make_engine: Any) -> None:
     config = ServerConfig(heartbeat_s=0.05)
     with serving(make_engine(max_num_seqs=1), config, max_num_seqs=1) as live, slowed(live, 0.005):
