@@ -41,8 +41,9 @@ LONG_OUTPUT = 65
 def serving(engine: Engine) -> Iterator[int]:
     """The port of a server in a thread of this process."""
     ready = threading.Event()
-    app = build_app(engine, ServerConfig(), model_name="bench", max_num_seqs=64)
-    server, listener = Server(app, drain_timeout_s=5, on_ready=ready.set), bind("127.0.0.1", 0)
+    config = ServerConfig(drain_timeout_s=5)
+    app = build_app(engine, config, model_name="bench", max_num_seqs=64)
+    server, listener = Server(app, config, on_ready=ready.set), bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     ready.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ def serving(engine: Engine, config: ServerConfig | None = None, **options: Any) 
     config = config or ServerConfig()
     app = build_app(engine, config, **({"model_name": "tiny", "max_num_seqs": 64} | options))
     ready = threading.Event()
-    server = Server(app, drain_timeout_s=5, on_ready=ready.set)
+    server = Server(app, dataclasses.replace(config, drain_timeout_s=5), on_ready=ready.set)
     listener = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

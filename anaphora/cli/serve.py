@@ -78,6 +78,9 @@ class ServerOptions:
     heartbeat_s: Annotated[
         float, _option("--heartbeat", help="Seconds of silence after which a stream sends a comment.")
     ] = _SERVER["heartbeat_s"]
+    keep_alive_timeout_s: Annotated[
+        float, _option("--keep-alive-timeout", help="Seconds that an idle connection is kept.")
+    ] = _SERVER["keep_alive_timeout_s"]
     drain_timeout_s: Annotated[
         float, _option("--drain-timeout", help="Seconds that running requests have after SIGTERM.")
     ] = _SERVER["drain_timeout_s"]
@@ -232,7 +235,7 @@ def serve(
         console.stdout().print(f"ready: {server_config.served_model_name or options['model']} at {url}, pool {size}")
         sys.stdout.flush()
 
-    Server(app, drain_timeout_s=server_config.drain_timeout_s, on_ready=on_ready).run([listener])
+    Server(app, server_config, on_ready=on_ready).run([listener])
 
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")

@@ -18,6 +18,8 @@ class ServerConfig:
     max_queue: requests that may wait besides the max_num_seqs that run; more get 429.
     request_timeout_s: most seconds of one HTTP request; a reply that has begun ends with an error event.
     heartbeat_s: a stream that has nothing to say for so long sends a comment, so that proxies keep it.
+    keep_alive_timeout_s: how long an idle connection is kept: longer than a proxy in front keeps its own (often 60 s),
+        or the proxy now and then sends a request into a connection that is just being closed.
     drain_timeout_s: after SIGTERM, how long running requests may take to finish.
     max_body_bytes, max_prompts, max_n, max_messages, max_tools, max_logit_bias, max_stop_chars, max_stop_token_ids: of
         one request; max_stop_chars is of one stop string.
@@ -36,6 +38,7 @@ class ServerConfig:
     max_queue: int = 256
     request_timeout_s: float = 600.0
     heartbeat_s: float = 15.0
+    keep_alive_timeout_s: float = 75.0
     drain_timeout_s: float = 30.0
     max_body_bytes: int = 32 * 1024 * 1024
     max_prompts: int = 256

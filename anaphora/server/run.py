@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from anaphora.errors import ConfigError
+from anaphora.server.config import ServerConfig
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -36,21 +37,22 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Serves one application; `run([socket])` blocks until it is told to stop and the drain is over.
 
-    on_ready: called once connections are accepted. drain_timeout_s: for running requests, after the word to stop.
+    config: its drain and keep-alive times hold here. on_ready: called once connections are accepted.
     uvicorn raises a signal anew when it has drained, which would be no exit 0; this server just returns.
     """
 
-    def __init__(self, app: ASGIApp, *, drain_timeout_s: float, on_ready: Callable[[], None] = lambda: None) -> None:
-        config = uvicorn.Config(
+    def __init__(self, app: ASGIApp, config: ServerConfig, *, on_ready: Callable[[], None] = lambda: None) -> None:
+        settings = uvicorn.Config(
             app,
             lifespan="on",
             access_log=False,
             log_config=None,
             server_header=False,
             ws="none",
-            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            timeout_keep_alive=max(1, round(config.keep_alive_timeout_s)),
+            timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
         )
-        super().__init__(config)
+        super().__init__(settings)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -360,3 +360,20 @@ def test_a_request_that_can_never_fit_keeps_nobody_waiting(make_engine: Any) -> 
         assert time.monotonic() - begin < 1
         assert len(live.generate(ids(3, 20), 4)["choices"][0]["token_ids"]) == 4
         first.close()
+
+
+def test_an_idle_connection_is_closed_when_its_time_is_up_and_not_before(make_engine: Any) -> None:
+    """A proxy that keeps connections longer than the server sends requests into closed ones (uvicorn's own 5 s)."""
+    assert ServerConfig().keep_alive_timeout_s > 60  # what nginx and the clouds' balancers keep theirs for
+    idle = ServerConfig(keep_alive_timeout_s=1)
+    with (
+        serving(make_engine(), idle) as live,
+        contextlib.closing(connect(live, max_tokens=1, prompt=[1])) as connection,
+    ):
+        answer = b""
+        while b"\r\n\r\n{" not in answer or not answer.endswith(b"}"):
+            answer += connection.recv(65536)
+        begin_s = time.monotonic()
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert connection.recv(65536) == b""
+        assert 0.5 < time.monotonic() - begin_s < 9
