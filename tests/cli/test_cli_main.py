@@ -24,7 +24,7 @@ COMMANDS = ("generate", "chat", "demo", "models", "serve", "simulate", "top", "f
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=kept | environment, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=kept | environment, timeout=120, check=False
     )
 
 
@@ -61,7 +61,7 @@ def test_top_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_it_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "anaphora", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "anaphora", "--version"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "anaphora 0.1.0\n")
 
 
@@ -219,7 +219,7 @@ def test_a_reader_that_leaves_is_no_traceback(arguments: list[str], code: int) -
         stderr=subprocess.PIPE,
         text=True,
         env=buffered,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     os.close(writer)
@@ -234,5 +234,5 @@ def test_a_reader_that_leaves_is_no_traceback(arguments: list[str], code: int) -
 def test_a_stream_that_is_closed_or_full_is_no_traceback(redirection: str, code: int, error: str) -> None:
     code_text = "import sys; from anaphora.cli.main import main; sys.exit(main(['--version']))"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code_text)} {redirection}"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (code, error)

@@ -117,7 +117,7 @@ print(sorted(planes))
 """
     # -I -S: no environment variables and no site-packages.
     command = [sys.executable, "-I", "-S", "-c", program, str(PACKAGE.parent)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     names = ["config", "core", "errors", "pooling_params", "salt_regions", "sampling_params"]
     assert result.stdout.splitlines() == ["[]", str(names)]
