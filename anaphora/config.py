@@ -14,6 +14,7 @@ MAX_BLOCK_SIZE = 65_536
 MAX_THREADS = 1024
 EVICTION_POLICIES = ("lru", "lfu", "lru-2", "s3-fifo", "cost-aware", "learnt-hazard")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = ("int8",)
 
 
 def _positive(name: str, value: object) -> None:
@@ -54,6 +55,8 @@ class EngineConfig:
         (cache_priority): all together, and those of one tenant of a server with keys.
     scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
     dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
+    quantization: `int8` keeps the weights of linear layers in eight bits with a scale for each output: half the memory
+        of bfloat16 and a faster decode step, for outputs that are not quite the same; None keeps them as they are.
     device: torch device; None takes the CPU.
     max_loras: most LoRA adapters in memory, those that requests use among them; others are read again on use.
     max_lora_rank: the largest rank of an adapter.
@@ -92,6 +95,7 @@ class EngineConfig:
     max_pinned_share_per_tenant: float = 0.25
     scheduling_policy: str = "fcfs"
     dtype: str = "auto"
+    quantization: str | None = None
     device: str | None = None
     max_loras: int = 16
     max_lora_rank: int = 64
@@ -148,6 +152,8 @@ class EngineConfig:
         _choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _choice("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _choice("quantization", self.quantization, QUANTIZATIONS)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed must be an integer >= 0, got {self.seed!r}")
         if self.record is not None and not (isinstance(self.record, Path | str) and str(self.record)):

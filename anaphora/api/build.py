@@ -57,6 +57,7 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Engin
         config.model,
         tokenizer=config.tokenizer,
         dtype=config.dtype,
+        quantization=config.quantization,
         device=config.device,
         cache_dir=config.cache_dir,
         progress=progress,

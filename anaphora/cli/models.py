@@ -22,12 +22,16 @@ def models(
         typer.Option(metavar="MODEL", help="Show what this model is, in the fields that name its cached blocks."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="With --identity: as for serve.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="With --identity: as for serve.")] = None,
     block_size: Annotated[int, typer.Option(help="With --identity: as for serve.")] = 16,
     as_json: JsonFlag = False,
 ) -> None:
     """List the built-in models. Folders, GGUF files and hub ids work wherever a name does."""
     if identity is not None:
-        _show_identity(EngineConfig(model=identity, dtype=dtype, block_size=block_size, cache_dir=cache_dir), as_json)
+        config = EngineConfig(
+            model=identity, dtype=dtype, quantization=quantization, block_size=block_size, cache_dir=cache_dir
+        )
+        _show_identity(config, as_json)
         return
     from anaphora.runtime.sources import list_models
 
@@ -58,7 +62,7 @@ def _show_identity(config: EngineConfig, as_json: bool) -> None:
     from anaphora.api.build import model_identity
     from anaphora.runtime.model import load_model
 
-    loaded = load_model(config.model, dtype=config.dtype, cache_dir=config.cache_dir)
+    loaded = load_model(config.model, dtype=config.dtype, quantization=config.quantization, cache_dir=config.cache_dir)
     fields = model_identity(config, loaded)
     root = root_digest(fields).hex()
     if as_json:

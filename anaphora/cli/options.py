@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from anaphora.config import DTYPES, EVICTION_POLICIES, HASH_ALGORITHMS, SCHEDULING_POLICIES, EngineConfig
+from anaphora.config import (
+    DTYPES,
+    EVICTION_POLICIES,
+    HASH_ALGORITHMS,
+    QUANTIZATIONS,
+    SCHEDULING_POLICIES,
+    EngineConfig,
+)
 from anaphora.errors import InvalidParameterError
 from anaphora.runtime.sources.names import check_names
 from anaphora.sampling_params import SamplingParams
@@ -92,6 +99,10 @@ class EngineOptions:
         "scheduling_policy"
     ]
     dtype: Annotated[str, _engine(help=f"Of weights and K/V: {', '.join(DTYPES)}.")] = _ENGINE["dtype"]
+    quantization: Annotated[
+        str | None,
+        _engine(help=f"Smaller weights: {', '.join(QUANTIZATIONS)}; without it as they are. See docs/quantization.md."),
+    ] = _ENGINE["quantization"]
     device: Annotated[str | None, _engine(help="Torch device; without it the CPU.")] = _ENGINE["device"]
     max_loras: Annotated[int, _engine(help="Most LoRA adapters in memory; others are read again on use.")] = _ENGINE[
         "max_loras"

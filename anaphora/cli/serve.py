@@ -232,7 +232,9 @@ def serve(
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         size = pool_size(running.num_blocks, running.block_size, running.capacity_tokens, running.kv_cache_bytes)
-        console.stdout().print(f"ready: {server_config.served_model_name or options['model']} at {url}, pool {size}")
+        weights = f"weights {running.weights_bytes or 0:,} bytes"
+        name = server_config.served_model_name or options["model"]
+        console.stdout().print(f"ready: {name} at {url}, {weights}, pool {size}")
         sys.stdout.flush()
 
     Server(app, server_config, on_ready=on_ready).run([listener])

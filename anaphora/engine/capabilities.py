@@ -59,6 +59,11 @@ class Capabilities:
         return getattr(self._executor, "kv_bytes_per_token", None)
 
     @property
+    def weights_bytes(self) -> int | None:
+        """Memory of the model's weights; None if the executor holds none."""
+        return getattr(self._executor, "weights_bytes", None)
+
+    @property
     def capacity_tokens(self) -> int:
         """Most tokens of one request that the pool can hold."""
         return self._scheduler.cache.capacity_tokens

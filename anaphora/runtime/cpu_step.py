@@ -138,7 +138,7 @@ class CpuStep:
         chunks = cut_into_chunks(group.calls, position_ids[0].numpy(), cache.block_size, CHUNK_TOKENS)
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
         addresses = np.array(
-            [self._addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
+            [self.addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
         )
         final = [_address(self._decoder.norm.parameters), _address(self._decoder.head), _bias(self._decoder.head)]
         cos, sin = (part.float().contiguous().numpy() for part in rotations)
@@ -166,7 +166,8 @@ class CpuStep:
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
 
-    def _addresses(self, layer: DecoderLayer, context: PagedContext) -> list[int]:
+    def addresses(self, layer: DecoderLayer, context: PagedContext) -> list[int]:
+        """A layer's row of the kernels' table of addresses."""
         pool = context.layers[layer.attention.layer_idx]  # type: ignore[index]
         query_norm, key_norm = layer.query_norm, layer.key_norm
         linears = (layer.query, layer.key, layer.value, layer.output)

@@ -125,6 +125,11 @@ class TorchExecutor:
         return self.cache.num_bytes + (0 if self._states is None else self._states.num_bytes)
 
     @property
+    def weights_bytes(self) -> int:
+        """Memory of the model's parameters and buffers; what is tied counts once."""
+        return self._weights.num_bytes
+
+    @property
     def kv_bytes_per_token(self) -> tuple[int, ...]:
         """What one token takes in each group."""
         return bytes_per_token(self.cache.layers, self.cache.dtype)

@@ -7,9 +7,9 @@ our loop would not do (a hook on a submodule, a submodule or forward replaced) s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -26,9 +26,6 @@ from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
-
-if TYPE_CHECKING:
-    from anaphora.runtime.cpu_step import CpuStep
 
 _logger = logging.getLogger(__name__)
 
@@ -55,15 +52,46 @@ class Forward(Protocol):
     def head(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
+class StepKernels(Protocol):
+    """Runs whole steps of one recognised decoder. max_tokens: the most that a step may have, also in `run_layer`."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def takes(self, num_tokens: int, context: object) -> bool:
+        """Whether these kernels are for this step."""
+        ...
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: PagedContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]."""
+        ...
+
+    def run_layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        context: PagedContext,
+    ) -> torch.Tensor: ...
+
+
 class FastForward:
     """Runs a recognised decoder layer by layer; the same interface as PagedForward, which it falls back on.
 
-    kernels: run the steps that they take. None: torch runs every step.
+    kernels: the first of them that takes a step runs it. Torch runs the others.
     """
 
-    def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: CpuStep | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, decoder: Decoder, kernels: Sequence[StepKernels] = ()) -> None:
         self._decoder = decoder
-        self._kernels = kernels
+        self._kernels = tuple(kernels)
         self._library = PagedForward(module)  # a recognised decoder has no recurrent layers
         modules = list(module.modules())
         self._hooks: list[Any] = [part._forward_hooks for part in modules]
@@ -86,8 +114,9 @@ class FastForward:
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
         rotations = decoder.rotations(hidden, position_ids)
-        if self._kernels is not None and self._kernels.takes(hidden.shape[0], context):
-            return self._kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context))
+        for kernels in self._kernels:
+            if kernels.takes(hidden.shape[0], context):
+                return kernels(hidden, rotations, position_ids, keep, cast(PagedContext, context))
         for layer in decoder.layers:
             hidden = decoder.run_layer(layer, hidden, rotations, context)
         hidden = normalise(hidden, decoder.norm)
@@ -126,8 +155,11 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     return FastForward(module, decoder, kernels)
 
 
-def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> CpuStep:
-    """Raises NotRecognisedError, or ImportError where Numba is absent."""
+def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> list[StepKernels]:
+    """For many tokens, where the CPU has a tile unit, and for few.
+
+    Raises NotRecognisedError, or ImportError where Numba is absent.
+    """
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
     if layout.cache.groups != (FullAttention(),):
@@ -137,15 +169,23 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
         raise NotRecognisedError("its layers have keys and values of different shapes")
     try:
         from anaphora.runtime.cpu_step import CpuStep
+        from anaphora.runtime.panel_step import PanelStep
     except ImportError as error:
         raise ImportError(f"they need Numba: pip install numba ({error})") from error
-    kernels = CpuStep(decoder, module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads)
-    _check(module, layout, decoder, kernels)
-    return kernels
+    num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
+    few = CpuStep(decoder, num_heads, num_kv_heads)
+    _check(module, layout, decoder, few)
+    try:
+        many = PanelStep(decoder, num_heads, num_kv_heads, few)
+        _check(module, layout, decoder, many)
+    except NotRecognisedError as difference:
+        _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)
+        return [few]
+    return [many, few]
 
 
 @torch.inference_mode()
-def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: CpuStep | None = None) -> None:
+def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: StepKernels | None = None) -> None:
     """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
 
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
@@ -175,7 +215,7 @@ def _check_step(
     module: PreTrainedModel,
     layout: ModelLayout,
     decoder: Decoder,
-    kernels: CpuStep | None,
+    kernels: StepKernels | None,
     inputs: StepInputs,
     own: KVCache,
     ours: KVCache,
@@ -192,7 +232,7 @@ def _check_step(
     _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
     rotations = decoder.rotations(states[0], inputs.position_ids)
     context = PagedContext(ours, layout.layers, inputs.groups)
-    use_kernels = kernels is not None and kernels.takes(len(keep), context)
+    use_kernels = kernels is not None and len(keep) <= kernels.max_tokens
     for number, layer in enumerate(decoder.layers):
         before, after = states[2 * number : 2 * number + 2]
         if kernels is not None and use_kernels:

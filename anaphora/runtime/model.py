@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from anaphora.config import DTYPES
+from anaphora.config import DTYPES, QUANTIZATIONS
 from anaphora.errors import ConfigError, ModelFileError, UnknownModelError, UnsupportedModelError
+from anaphora.runtime.quantization import INT8, quantize_int8
 from anaphora.runtime.sources.converted import recorded_digests
 from anaphora.runtime.sources.digests import (
     DigestCache,
@@ -66,6 +67,7 @@ def load_model(
     *,
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | ProcessorMixin | None = None,
     dtype: str = "auto",
+    quantization: str | None = None,
     device: str | torch.device | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
@@ -77,6 +79,7 @@ def load_model(
     tokenizer: a folder, hub id, loaded tokenizer, or the processor of a loaded model that reads images; None takes the
         model's own, if it has one.
     dtype: `auto` is bfloat16 on CUDA and on CPUs that compute in it, else float32; a loaded model keeps its own.
+    quantization: one of QUANTIZATIONS; refused for a loaded model, whose weights are its owner's.
     device: None takes the CPU, or the device of a loaded model.
     cache_dir: None takes $ANAPHORA_CACHE, $XDG_CACHE_HOME/anaphora or ~/.cache/anaphora.
     progress: show on stderr what takes long: bars, or lines where it is no terminal; None shows bars only.
@@ -86,12 +89,18 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
     bars = Progress(progress)
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
     processor: Any = None
     if isinstance(tokenizer, ProcessorMixin):
         processor, tokenizer = tokenizer, _tokenizer_of(tokenizer)
     if isinstance(model, torch.nn.Module):
+        if quantization is not None:
+            raise ConfigError(
+                "quantization replaces weights, and a loaded model is its owner's: give its folder or name"
+            )
         module = _check_module(model, dtype, device)
         name, own_tokenizer, weights = type(module).__name__, None, module_digest(module)
     elif isinstance(model, str | os.PathLike):
@@ -103,6 +112,8 @@ def load_model(
             processor = processor or load_processor(source.folder)
             own_tokenizer = load_tokenizer(source.folder) if tokenizer is None else None
             weights = _weights_digest(source.folder, cache)
+            if quantization is not None:
+                quantize_int8(module)
     else:
         raise UnknownModelError(
             f"model must be a name, a path or a `transformers` model, got {type(model).__name__}: see anaphora models"
@@ -119,7 +130,7 @@ def load_model(
         vocab_size=_vocab_size(module),
         max_model_len=_max_model_len(module.config),
         eos_token_ids=_eos_token_ids(module, chosen),
-        identity=_identity(module, weights, chosen),
+        identity=_identity(module, weights, chosen) | ({} if quantization is None else {"quantization": INT8}),
         processor=processor,
     )
 
@@ -206,7 +217,7 @@ def _weights_digest(folder: Path, cache: Path) -> str:
 
 def _vocab_size(module: PreTrainedModel) -> int:
     embedding: Any = module.get_input_embeddings()
-    return int(embedding.weight.shape[0])
+    return int(embedding.num_embeddings)
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:

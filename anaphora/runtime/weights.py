@@ -1,7 +1,8 @@
 """Weights of a live model: new tensors are checked whole, then copied in, and every engine over the module knows.
 
 Knows tensors and one module; must not know requests, caches or roots. Tensors are copied into the module's own, so
-whatever holds a reference to those (the layers, the decoder of the fast path) computes with the new ones.
+whatever holds a reference to those (the layers, the decoder of the fast path) computes with the new ones. Of a weight
+that the module holds as codes, callers give the full one, by its usual name and dtype; it is quantised as it comes in.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from transformers import PreTrainedModel
 
 from anaphora.errors import WeightsError
 from anaphora.runtime.forward import module_lock
+from anaphora.runtime.int8 import Int8Weight
+from anaphora.runtime.quantization import num_bytes, stored_weights
 from anaphora.runtime.sources.digests import canonical_json, tensors_digest, text_digest
+
+Target = torch.Tensor | Int8Weight
 
 _CHANGES = "_anaphora_weights"  # on the module, as what was done to it concerns every engine over it
 
@@ -30,6 +35,11 @@ class LiveWeights:
     def _of_module(self) -> str:
         history: str = vars(self._module).get(_CHANGES, "")
         return history
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the parameters and buffers; what is tied counts once."""
+        return num_bytes(self._module)
 
     def check_current(self) -> None:
         """Raises WeightsError if another engine over this module has changed its weights: K/V here are of the old."""
@@ -49,8 +59,7 @@ class LiveWeights:
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
         if not pairs:
             raise WeightsError("update_weights was given no tensor: name what has changed")
-        state = self._module.state_dict(keep_vars=True)
-        own = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        own = _own(self._module)
         given: dict[str, torch.Tensor] = {}
         by_target: dict[int, str] = {}
         for name, tensor in pairs:
@@ -62,9 +71,7 @@ class LiveWeights:
                 raise WeightsError(f"{name} and {twin} are one tensor of the model and are given different values")
             given[name] = tensor.detach()
         history = self._of_module()
-        if self.history == history or not all(
-            torch.equal(one.to(own[name].device), own[name]) for name, one in given.items()
-        ):
+        if self.history == history or not all(_holds(own[name], one) for name, one in given.items()):
             history = text_digest(canonical_json([history, tensors_digest(given.items())]))
         return WeightUpdate(self, own, given, history)
 
@@ -74,7 +81,7 @@ class WeightUpdate:
     """Tensors that fit. history: digest of all updates up to and with this one."""
 
     _weights: LiveWeights
-    _own: Mapping[str, torch.Tensor]
+    _own: Mapping[str, Target]
     _given: Mapping[str, torch.Tensor]
     history: str
 
@@ -89,6 +96,24 @@ class WeightUpdate:
         self._weights.history = self.history
 
 
+def _own(module: PreTrainedModel) -> dict[str, Target]:
+    """What can be replaced, by name."""
+    stored = stored_weights(module)
+    codes = {id(part) for weight in stored.values() for part in (weight.codes, weight.scales)}
+    own: dict[str, Target] = {
+        name: tensor
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in codes
+    }
+    return own | stored
+
+
+def _holds(target: Target, tensor: torch.Tensor) -> bool:
+    if isinstance(target, Int8Weight):
+        return target.holds(tensor)
+    return torch.equal(tensor.to(target.device), target)
+
+
 def _pairs(tensors: object) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(tensors, Iterable) or isinstance(tensors, str | bytes | torch.Tensor):
         raise WeightsError(f"update_weights takes a state dict or (name, tensor) pairs, got {type(tensors).__name__}")
@@ -100,7 +125,7 @@ def _pairs(tensors: object) -> list[tuple[str, torch.Tensor]]:
     return pairs
 
 
-def _check(name: object, tensor: object, own: Mapping[str, torch.Tensor]) -> None:
+def _check(name: object, tensor: object, own: Mapping[str, Target]) -> None:
     if not isinstance(name, str) or name not in own:
         similar = difflib.get_close_matches(name, own, n=1) if isinstance(name, str) else []
         raise WeightsError(f"the model has no tensor {name!r}{f': did you mean {similar[0]}?' if similar else ''}")

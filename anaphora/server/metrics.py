@@ -87,6 +87,10 @@ class _EngineCollector(Collector):
             "Tokens of one request that all blocks together can hold.",
             value=self._engine.engine.capacity_tokens,
         )
+        if self._engine.engine.weights_bytes is not None:
+            yield GaugeMetricFamily(
+                "anaphora:weights_bytes", "Memory of the model's weights.", value=self._engine.engine.weights_bytes
+            )
         for state, number, text in (
             ("running", gauges.num_running, "Requests that hold blocks."),
             ("waiting", gauges.num_waiting + gauges.num_following, "Requests that wait to be admitted."),

@@ -69,7 +69,8 @@ def process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_the_ready_line_the_options_and_a_drain_that_ends_with_exit_0(process: Process) -> None:
     # 4 layers, keys and values, 2 heads of 16 float32 each: 1,024 bytes a token; 64 blocks and the null block.
     size = f"64 blocks of 8 = 512 tokens, {65 * 8 * 1024:,} bytes"
-    assert process.ready == f"ready: told at {process.url}, pool {size}"
+    # 234,048 parameters and two buffers of the rotary embedding of 8 numbers each, float32
+    assert process.ready == f"ready: told at {process.url}, weights 936,256 bytes, pool {size}"
     client = httpx2.Client(base_url=process.url, timeout=PATIENCE_S)
     assert client.get("/v1/models").json()["data"][0]["id"] == "told"  # the command line is stronger than the file
     body = {"prompt": [8, 9], "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}

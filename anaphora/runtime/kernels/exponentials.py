@@ -91,21 +91,26 @@ def exponentials(tc, address, count, top, scale):
     return types.float32(types.int64, types.int64, types.float32, types.float32), generate
 
 
+def gated(v: Vectors, value: Any, up: Any) -> Any:
+    """SiLU(value) × up."""
+    b, one = v.builder, v.constant(1.0)
+    power = _power_of_two(v, b.fmul(v.each("fabs", value), v.constant(-1.4426950408889634)))
+    # exp of a negative number only, so that nothing overflows: e / (1 + e), or 1 / (1 + e).
+    top = b.select(b.fcmp_ordered("<", value, v.zero), power, one)
+    sigmoid = b.fdiv(top, b.fadd(one, power))
+    return b.fmul(b.fmul(value, sigmoid), up)
+
+
 @intrinsic
 def gate(tc, gates, ups, out, count, element):
     """out = SiLU(gate) × up for `count` float32 (a multiple of 16), as elements."""
 
     def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
         gates, ups, out, count = arguments[:4]
-        b, one = v.builder, v.constant(1.0)
+        b = v.builder
         with cgutils.for_range_slice(b, v.number(0), count, v.number(v.lanes), I64) as (n, _):
             offset = b.mul(n, v.number(4))
-            value = v.load_floats(b.add(gates, offset))
-            power = _power_of_two(v, b.fmul(v.each("fabs", value), v.constant(-1.4426950408889634)))
-            # exp of a negative number only, so that nothing overflows: e / (1 + e), or 1 / (1 + e).
-            top = b.select(b.fcmp_ordered("<", value, v.zero), power, one)
-            sigmoid = b.fdiv(top, b.fadd(one, power))
-            product = b.fmul(b.fmul(value, sigmoid), v.load_floats(b.add(ups, offset)))
+            product = gated(v, v.load_floats(b.add(gates, offset)), v.load_floats(b.add(ups, offset)))
             v.store_elements(product, b.add(out, b.mul(n, v.number(v.element_bytes))))
 
     return void(build, types.void(gates, ups, out, count, element), (length(element),))

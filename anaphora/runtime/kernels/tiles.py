@@ -31,7 +31,9 @@ def _available(context: Any) -> bool:
     return "+amx-bf16" in features(context) and "+amx-tile" in features(context)
 
 
-class _Tiles:
+class Tiles:
+    """Builds code for the tile unit. Tiles are numbered 0 to 7: 16 rows of 64 bytes each."""
+
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
@@ -69,7 +71,7 @@ def _configuring(name: str) -> Any:
     def typed(tc, address):
         def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
             if _available(context):
-                _Tiles(builder).configure(name, args[0])
+                Tiles(builder).configure(name, args[0])
             return context.get_dummy_value()
 
         return types.void(types.int64), generate
@@ -91,9 +93,10 @@ def transposed(v: Vectors, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _emit(context: Any, builder: Any, build: Any, arguments: Any) -> Any:
+def emit_tiles(context: Any, builder: Any, build: Any, arguments: Any) -> Any:
+    """`build(vectors of bfloat16, tiles, arguments)`; nothing on a CPU without tiles."""
     if _available(context):
-        build(Vectors(context, builder, 2), _Tiles(builder), arguments)
+        build(Vectors(context, builder, 2), Tiles(builder), arguments)
     return context.get_dummy_value()
 
 
@@ -111,23 +114,23 @@ def _pack(v: Vectors, addresses: list[Any], count: Any, out: Any) -> None:
 def pack(tc, source, stride, count, out):
     """Pack 16 rows of `count` bfloat16 (a multiple of 32), `stride` bytes apart."""
 
-    def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
+    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
         source, stride, count, out = arguments
         addresses = [v.builder.add(source, v.builder.mul(stride, v.number(i))) for i in range(16)]
         _pack(v, addresses, count, out)
 
-    return types.void(source, stride, count, out), lambda c, b, _, arguments: _emit(c, b, build, arguments)
+    return types.void(source, stride, count, out), lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
 @intrinsic
 def pack_keys(tc, keys, rows, count, out):
     """Pack the keys of 16 tokens, `count` bfloat16 each, at `keys + rows[t]`."""
 
-    def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
+    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
         keys, rows, count, out = arguments
         _pack(v, [v.builder.add(keys, v.load(v.at(rows, 8 * t), I64, 8)) for t in range(16)], count, out)
 
-    return types.void(keys, rows, count, out), lambda c, b, _, arguments: _emit(c, b, build, arguments)
+    return types.void(keys, rows, count, out), lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
 @intrinsic
@@ -135,7 +138,7 @@ def pack_values(tc, values, rows, out, out_stride, head_dim):
     """Pack the values of 32 tokens: for every 16 numbers of a value a tile, `out_stride` bytes apart."""
     sixteenths = length(head_dim)
 
-    def build(v: Vectors, _: _Tiles, arguments: Any) -> None:
+    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
         values, rows, out, out_stride = arguments[:4]
         b, narrow, wide = v.builder, ir.VectorType(I16, 16), ir.VectorType(I32, 16)
         with cgutils.for_range_slice(b, v.number(0), v.number(16), v.number(1), I64) as (pair, _):
@@ -150,10 +153,10 @@ def pack_values(tc, values, rows, out, out_stride, head_dim):
                 b.store(both, b.inttoptr(target, wide.as_pointer())).align = 4
 
     signature = types.void(values, rows, out, out_stride, head_dim)
-    return signature, lambda c, b, _, arguments: _emit(c, b, build, arguments)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
-def _accumulate(v: Vectors, tiles: _Tiles, rows: tuple[Any, ...], packed: tuple[Any, ...], count: Any) -> None:
+def _accumulate(v: Vectors, tiles: Tiles, rows: tuple[Any, ...], packed: tuple[Any, ...], count: Any) -> None:
     """Tiles 0 to 3: products of 16 × as many rows and packed columns, over `count` numbers.
 
     rows: address, stride, how many times 16. packed: address, bytes from 16 columns to the next, how many times 16.
@@ -181,7 +184,7 @@ def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_
     """
     num_left, num_right = length(num_rows), length(num_columns)
 
-    def build(v: Vectors, tiles: _Tiles, arguments: Any) -> None:
+    def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
         rows, stride, packed, block, count, out, out_stride = arguments[:7]
         _accumulate(v, tiles, (rows, stride, num_left), (packed, block, num_right), count)
         for j in range(num_left):
@@ -190,7 +193,7 @@ def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_
                 tiles.store(j * num_right + i, v.at(line, 64 * i), out_stride)
 
     signature = types.void(rows, stride, packed, block, count, out, out_stride, num_rows, num_columns)
-    return signature, lambda c, b, _, arguments: _emit(c, b, build, arguments)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
 @intrinsic
@@ -198,7 +201,7 @@ def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, 
     """out[column, row] of the same products, columns packed one after another. scratch: address of 1024 bytes."""
     num_left, num_right = length(num_rows), length(num_columns)
 
-    def build(v: Vectors, tiles: _Tiles, arguments: Any) -> None:
+    def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
         rows, stride, packed, count, out, out_stride, scratch = arguments[:7]
         b = v.builder
         block = b.mul(count, v.number(TILE_BYTES // 32))
@@ -212,4 +215,4 @@ def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, 
                     v.store_floats(line, v.at(place, 64 * j))
 
     signature = types.void(rows, stride, packed, count, out, out_stride, scratch, num_rows, num_columns)
-    return signature, lambda c, b, _, arguments: _emit(c, b, build, arguments)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)

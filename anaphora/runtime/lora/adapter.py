@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from anaphora.runtime.int8 import LinearLayer
+
 _TAG = b"anaphora/lora"
 _FORMAT_VERSION = 1
 
@@ -25,7 +27,7 @@ class LowRankPair:
     layer is in: PEFT computes so, too, and on a CPU it is the faster way.
     """
 
-    layer: torch.nn.Linear
+    layer: LinearLayer
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
@@ -35,7 +37,7 @@ class LowRankPair:
 class AdapterPart:
     """The same, as it is computed: x @ down @ up. down: [in_features, rank]. up: [rank, out_features]."""
 
-    layer: torch.nn.Linear
+    layer: LinearLayer
     down: torch.Tensor
     up: torch.Tensor
 

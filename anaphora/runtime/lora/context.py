@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from anaphora.runtime.inputs import StepInputs
+from anaphora.runtime.int8 import LinearLayer
 from anaphora.runtime.lora.adapter import Adapter, AdapterPart
 
 
@@ -23,7 +24,7 @@ from anaphora.runtime.lora.adapter import Adapter, AdapterPart
 class StackedLayer:
     """The parts of several adapters in one layer. columns: (number of the adapter, its rank here), in order."""
 
-    layer: torch.nn.Linear
+    layer: LinearLayer
     down: torch.Tensor
     up: torch.Tensor
     columns: tuple[tuple[int, int], ...]
@@ -31,7 +32,7 @@ class StackedLayer:
 
 def stack(adapters: Sequence[Adapter]) -> tuple[StackedLayer, ...]:
     """Every layer that one of the adapters changes."""
-    parts: dict[torch.nn.Linear, list[tuple[int, AdapterPart]]] = {}
+    parts: dict[LinearLayer, list[tuple[int, AdapterPart]]] = {}
     for number, adapter in enumerate(adapters):
         for part in adapter.parts.values():
             parts.setdefault(part.layer, []).append((number, part))
@@ -83,7 +84,7 @@ class AdapterContext:
 
 
 def _changed(
-    stacked: StackedLayer, foreign: torch.Tensor, waiting: set[torch.nn.Linear]
+    stacked: StackedLayer, foreign: torch.Tensor, waiting: set[LinearLayer]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     layer, down, up = stacked.layer, stacked.down, stacked.up
     own = layer.forward

@@ -16,6 +16,7 @@ from safetensors.torch import load
 from transformers import PreTrainedModel
 
 from anaphora.errors import AdapterFileError, UnsupportedAdapterError
+from anaphora.runtime.int8 import LinearLayer
 from anaphora.runtime.lora.adapter import Adapter, LowRankPair, make_adapter
 from anaphora.runtime.lora.folder import WEIGHTS_FILE, errors_about, read_file, read_settings
 from anaphora.runtime.lora.settings import AdapterSettings
@@ -36,7 +37,7 @@ class AdapterReader:
     def __init__(self, module: PreTrainedModel, *, max_rank: int) -> None:
         self._module = module
         self._max_rank = max_rank
-        self._targets: Mapping[str, torch.nn.Linear] | None = None
+        self._targets: Mapping[str, LinearLayer] | None = None
         self._finding = Lock()
 
     def __call__(self, folder: str) -> Adapter:
@@ -49,7 +50,7 @@ class AdapterReader:
             tensors = _tensors(read_file(Path(folder) / WEIGHTS_FILE, largest))
             return make_adapter(self._pairs(settings, tensors, targets))
 
-    def _find_targets(self) -> Mapping[str, torch.nn.Linear]:
+    def _find_targets(self) -> Mapping[str, LinearLayer]:
         with self._finding:
             if self._targets is None:
                 self._targets = find_targets(self._module)
@@ -59,7 +60,7 @@ class AdapterReader:
         self,
         settings: AdapterSettings,
         tensors: Mapping[str, torch.Tensor],
-        targets: Mapping[str, torch.nn.Linear],
+        targets: Mapping[str, LinearLayer],
     ) -> dict[str, LowRankPair]:
         paths = {_path_of(name) for name in tensors}
         self._check_paths(settings, paths, targets)
@@ -74,7 +75,7 @@ class AdapterReader:
             pairs[path] = LowRankPair(layer, a, b, settings.scaling_of(path))
         return pairs
 
-    def _check_paths(self, settings: AdapterSettings, paths: set[str], targets: Mapping[str, torch.nn.Linear]) -> None:
+    def _check_paths(self, settings: AdapterSettings, paths: set[str], targets: Mapping[str, LinearLayer]) -> None:
         """What the file holds, what the settings ask for and what the model has are the same layers."""
         known = dict(self._module.named_modules())
         # The head is no target of "all-linear"; as one that is named it is refused below.

@@ -12,20 +12,23 @@ import torch
 from transformers import PreTrainedModel
 
 from anaphora.runtime.forward import module_lock
+from anaphora.runtime.int8 import Int8Linear, LinearLayer
 from anaphora.runtime.recurrent import takes_a_state
 
 _NUM_TOKENS = 5
 
 
 @torch.inference_mode()
-def find_targets(module: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+def find_targets(module: PreTrainedModel) -> dict[str, LinearLayer]:
     """Path -> layer. Runs the model once on a few tokens, while no step runs."""
     model: Any = module
     recurrent = {id(part) for layer in module.modules() if takes_a_state(layer) for part in layer.modules()}
     linears = {
         path: part
         for path, part in module.named_modules()
-        if type(part) is torch.nn.Linear and part is not model.get_output_embeddings() and id(part) not in recurrent
+        if type(part) in (torch.nn.Linear, Int8Linear)
+        and part is not model.get_output_embeddings()
+        and id(part) not in recurrent
     }
     shapes: dict[int, list[tuple[int, ...]]] = {id(part): [] for part in linears.values()}
 

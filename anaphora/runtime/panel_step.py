@@ -1,0 +1,201 @@
+"""Steps of many tokens through the CPU's tile unit: addresses of weights and pool, panels, who attends to what.
+
+Knows a recognised decoder, the pool and the kernels; knows nothing of plans. Addresses are taken anew at every step, so
+what is done to the weights between steps is seen. Imports Numba: import it only where that may be absent.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from anaphora.core.ids import cdiv
+from anaphora.runtime.attention import AttentionCall, PagedContext
+from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
+from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project
+from anaphora.runtime.kernels import barrier, panel_step, step, tiles
+from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, chunk_bytes, result_bytes
+from anaphora.runtime.kernels.panels import PANEL_TOKENS
+from anaphora.runtime.threads import ThreadTeam
+
+Int64 = npt.NDArray[np.int64]
+
+# From this many tokens on, a step of panels takes less time than one of CpuStep: measured, see docs/log.md.
+MIN_TOKENS = 96
+
+
+class PanelStep:
+    """Runs steps of many tokens of one decoder in bfloat16, with as many threads as torch has.
+
+    max_tokens: as many as there is memory for.
+    few_tokens: the kernels for the same decoder's other steps, which know where its weights are.
+    Raises NotRecognisedError if this CPU or this decoder is not for it.
+    """
+
+    def __init__(self, decoder: Decoder, num_heads: int, num_kv_heads: int, few_tokens: CpuStep) -> None:
+        self.max_tokens = sys.maxsize
+        weight = decoder.layers[0].gate["weight"]
+        if weight is None or weight.dtype != torch.bfloat16:
+            raise NotRecognisedError("its weights are not bfloat16")
+        if not (step.has_tile_unit() and tiles_allowed()):
+            raise NotRecognisedError("this CPU has no tile unit for bfloat16")
+        self._mlp_size, self._hidden_size = weight.shape
+        self._decoder, self._few_tokens = decoder, few_tokens
+        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
+        norms = [(la.input_norm, la.query_norm, la.key_norm, la.mlp_norm) for la in decoder.layers]
+        self._eps = np.array([[0.0 if norm is None else norm.eps for norm in four] for four in norms], np.float32)
+        self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
+        self._own = torch.empty(0, dtype=torch.uint8)
+
+    def takes(self, num_tokens: int, context: object) -> bool:
+        """Whether this step is one for the tile unit."""
+        return (
+            num_tokens >= MIN_TOKENS
+            and isinstance(context, PagedContext)
+            and context.cache.keys[0].dtype == torch.bfloat16
+        )
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        keep: torch.Tensor,
+        context: PagedContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]."""
+        last = self._run(range(len(self._decoder.layers)), hidden, rotations, position_ids, context)
+        normed = normalise(last, self._decoder.norm)
+        return project(normed.index_select(0, keep), self._decoder.head), normed
+
+    def run_layer(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        context: PagedContext,
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden], whatever T."""
+        return self._run(range(number, number + 1), hidden, rotations, position_ids, context)
+
+    def _run(
+        self,
+        numbers: range,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor,
+        context: PagedContext,
+    ) -> torch.Tensor:
+        if torch.get_num_threads() != self._team.num_threads:
+            self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
+        team, (group,), dim = self._team, context.groups, self._decoder.head_dim
+        num_tokens = hidden.shape[0]
+        row_bytes = self._num_kv_heads * dim * 2
+        readers = find_readers(
+            group.calls, position_ids[0].numpy(), context.cache.block_size, row_bytes, team.num_threads
+        )
+        own_size = panel_step.own_bytes(
+            self._hidden_size,
+            self._mlp_size,
+            dim,
+            readers.most_items * self._num_heads // self._num_kv_heads * result_bytes(dim),
+        )
+        own_size = cdiv(own_size, 64) * 64
+        if self._own.numel() < team.num_threads * own_size:
+            self._own = torch.zeros(team.num_threads * own_size, dtype=torch.uint8)
+        panels = _panels(hidden)
+        cos, sin = (_panels(part.float()) for part in rotations)
+        queries = torch.zeros(len(panels) * self._num_heads * dim * PANEL_TOKENS, dtype=torch.bfloat16)
+        addresses = np.array(
+            [self._few_tokens.addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
+        )
+        sizes = [
+            num_tokens,
+            self._hidden_size,
+            self._num_heads,
+            self._num_kv_heads,
+            self._mlp_size,
+            dim,
+            chunk_bytes(dim),
+        ]
+        arguments = (
+            team.num_threads, addresses, np.array(sizes, dtype=np.int64), self._eps[list(numbers)],
+            np.float32(self._decoder.layers[0].scaling), panels.data_ptr(), queries.data_ptr(), cos.data_ptr(),
+            sin.data_ptr(), group.slot_mapping.numpy(), readers.rows.ctypes.data, readers.sequences, readers.items,
+            readers.starts, readers.visible.ctypes.data, team.barrier.ctypes.data, self._own.data_ptr(), own_size,
+            self._configuration.ctypes.data,
+        )  # fmt: skip
+        team.run(lambda thread: panel_step.run_layers(thread, *arguments), self._abandon)
+        return panels.transpose(1, 2).reshape(-1, hidden.shape[1])[:num_tokens]
+
+    def _abandon(self) -> None:
+        self._team.barrier[barrier.ABANDONED] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Who reads what, for all layers alike; the arrays are those of kernels.panel_step.run_layers.
+
+    most_items: of one sequence and thread.
+    """
+
+    rows: Int64
+    sequences: Int64
+    items: Int64
+    starts: Int64
+    visible: npt.NDArray[np.int32]
+    most_items: int
+
+
+def find_readers(
+    calls: tuple[AttentionCall, ...], positions: Int64, block_size: int, row_bytes: int, num_threads: int
+) -> Readers:
+    """positions: of each token of the packed batch. row_bytes: of one token in a layer's pool."""
+    padded = np.append(positions, np.full(-len(positions) % PANEL_TOKENS, -1)).reshape(-1, PANEL_TOKENS)
+    tokens = np.arange(padded.size).reshape(padded.shape)
+    rows: list[Int64] = []
+    sequences: list[tuple[int, int]] = []
+    items: list[tuple[int, int, int, int, int]] = []
+    seen: list[Int64] = []
+    num_rows = 0
+    for call in calls:
+        length = (call.end - call.begin) // call.num_seqs
+        tables = call.block_ids.numpy().reshape(call.num_seqs, -1).astype(np.int64)
+        for table, first in zip(tables, range(call.begin, call.end, length), strict=True):
+            end = first + length
+            num_keys = int(positions[end - 1]) + 1
+            slots = (table[: cdiv(num_keys, block_size), None] * block_size + np.arange(block_size)).ravel()[:num_keys]
+            rows.append(np.pad(slots, (0, -num_keys % CHUNK_TOKENS), mode="edge") * row_bytes)
+            for panel in range(first // PANEL_TOKENS, cdiv(end, PANEL_TOKENS)):
+                inside = (tokens[panel] >= first) & (tokens[panel] < end)
+                counts = np.where(inside, padded[panel] + 1, 0)
+                items.append((panel % num_threads, len(sequences), panel, int(counts.min()), int(counts.max())))
+                seen.append(counts)
+            sequences.append((num_rows, num_keys))
+            num_rows += len(rows[-1])
+    order = sorted(range(len(items)), key=items.__getitem__)
+    flat = np.array([items[i] for i in order], dtype=np.int64)
+    borders = [thread * len(sequences) + s for thread in range(num_threads) for s in range(len(sequences) + 1)]
+    starts = np.searchsorted(flat[:, 0] * len(sequences) + flat[:, 1], borders).reshape(num_threads, -1)
+    return Readers(
+        rows=np.concatenate(rows),
+        sequences=np.array(sequences, dtype=np.int64),
+        items=np.ascontiguousarray(flat[:, 2:]),
+        starts=starts.astype(np.int64),
+        visible=np.stack([seen[i] for i in order]).astype(np.int32),
+        most_items=int(np.diff(starts, axis=1).max()),
+    )
+
+
+def _panels(rows: torch.Tensor) -> torch.Tensor:
+    """[T, n] -> [panels, n, 16]; behind the last token stand zeros."""
+    count = cdiv(len(rows), PANEL_TOKENS)
+    padded = rows.new_zeros((count * PANEL_TOKENS, rows.shape[1]))
+    padded[: len(rows)] = rows
+    return padded.view(count, PANEL_TOKENS, -1).transpose(1, 2).contiguous()
