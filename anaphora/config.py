@@ -66,6 +66,8 @@ class EngineConfig:
     fast_forward: run a decoder of the Llama type in a loop of our own, and on a CPU steps of few tokens in compiled
         kernels (the `cpu` extra), if it gives the module's own results when it is loaded; off runs every model through
         the layers of `transformers`.
+    reproducible: give a request the same logprobs, bit for bit, whatever is cached, chunked, preempted or batched with
+        it, on the same machine with the same num_threads; what cannot hold that is refused: docs/reproducible.md.
     num_threads: torch's threads within the process; None leaves torch's choice.
     warm_up: run a few steps before the engine is handed out, so that the first request is not the one that pays for
         what happens once; None: a server does, a library does not.
@@ -104,6 +106,7 @@ class EngineConfig:
     max_image_pixels: int = 4096 * 4096
     feature_cache_bytes: int = 256 * 1024 * 1024
     fast_forward: bool = True
+    reproducible: bool = False
     num_threads: int | None = None
     warm_up: bool | None = None
     seed: int = 0
@@ -143,9 +146,11 @@ class EngineConfig:
             share = getattr(self, name)
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
                 raise ConfigError(f"{name} must be a number in [0, 1], got {share!r}")
-        for name in ("enable_prefix_caching", "fast_forward"):
+        for name in ("enable_prefix_caching", "fast_forward", "reproducible"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.reproducible and not self.fast_forward:
+            raise ConfigError("reproducible needs the engine's own forward pass: leave fast_forward on")
         if self.warm_up is not None and not isinstance(self.warm_up, bool):
             raise ConfigError(f"warm_up must be True, False or None, got {self.warm_up!r}")
         _choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)

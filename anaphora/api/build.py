@@ -67,11 +67,16 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Engin
 
 def model_identity(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
     """The fields of the root (docs/hash-format.md): what the model is, and how its K/V are kept and named."""
-    return dict(loaded.identity) | {
-        "kv_dtype": str(loaded.module.dtype).removeprefix("torch."),
-        "block_size": str(config.block_size),
-        "hash_algorithm": config.hash_algorithm,
-    }
+    how = {"arithmetic": "reproducible"} if config.reproducible else {}
+    return (
+        dict(loaded.identity)
+        | how
+        | {
+            "kv_dtype": str(loaded.module.dtype).removeprefix("torch."),
+            "block_size": str(config.block_size),
+            "hash_algorithm": config.hash_algorithm,
+        }
+    )
 
 
 def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None = None) -> Engine:
@@ -132,6 +137,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
             device=module.device,
             num_state_slots=num_state_slots,
             fast_forward=config.fast_forward,
+            max_reproducible_tokens=config.max_num_batched_tokens if config.reproducible else None,
             grammars=grammars,
             features=FeatureStore(None if vision is None else vision.encode, config.feature_cache_bytes),
         )

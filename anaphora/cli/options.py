@@ -116,6 +116,9 @@ class EngineOptions:
         bool,
         _engine("--fast-forward/--no-fast-forward", help="Run known decoders in our own loop, or in transformers'."),
     ] = _ENGINE["fast_forward"]
+    reproducible: Annotated[
+        bool, _engine("--reproducible", help="The same bits whatever is cached or batched; see docs/reproducible.md.")
+    ] = _ENGINE["reproducible"]
     num_threads: Annotated[int | None, _engine(help="Torch's threads; without it torch chooses.")] = _ENGINE[
         "num_threads"
     ]

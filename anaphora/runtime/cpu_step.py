@@ -21,7 +21,7 @@ from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.chunks import cut_into_chunks
 from anaphora.runtime.decoder import Decoder, DecoderLayer, NotRecognisedError, Parameters
 from anaphora.runtime.kernels import barrier, step, tiles
-from anaphora.runtime.kernels.attention import CHUNK_TOKENS
+from anaphora.runtime.kernels.attention import CHUNK_TOKENS, TILE_QUERIES
 from anaphora.runtime.threads import ThreadTeam
 
 ALIGNMENT_BYTES = 64
@@ -35,11 +35,15 @@ MAX_TOKENS_TILES = 256
 class CpuStep:
     """Runs steps of few tokens of one decoder, with as many threads as torch has.
 
-    max_tokens: from more tokens on, torch's matrix products are the faster ones.
+    reproducible_tokens: None, or how many tokens a step has at most, each of which gets the same bits whatever else is
+        in the step: attention then never chooses its way by how many queries share a chunk.
+    max_tokens: beyond them torch's matrix products are the faster ones, or the buffers end.
     Raises NotRecognisedError if the kernels cannot run this decoder.
     """
 
-    def __init__(self, decoder: Decoder, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(
+        self, decoder: Decoder, num_heads: int, num_kv_heads: int, *, reproducible_tokens: int | None = None
+    ) -> None:
         weight = _tensor(decoder.layers[0].gate)
         self._mlp_size, self._hidden_size = weight.shape
         self._vocab_size = _tensor(decoder.head).shape[0]
@@ -49,6 +53,9 @@ class CpuStep:
         self._check(decoder)
         self._use_tiles = self._dtype == torch.bfloat16 and step.has_tile_unit() and tiles_allowed()
         self.max_tokens = MAX_TOKENS_TILES if self._use_tiles else MAX_TOKENS[self._dtype]
+        self._tile_queries = TILE_QUERIES
+        if reproducible_tokens is not None:
+            self.max_tokens, self._tile_queries = reproducible_tokens, 1
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
@@ -152,7 +159,7 @@ class CpuStep:
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            team.num_threads, addresses, np.array([*sizes, self._use_tiles], dtype=np.int64),
+            team.num_threads, addresses, np.array([*sizes, self._use_tiles, self._tile_queries], dtype=np.int64),
             self._eps[[*numbers, -1]],
             np.float32(self._decoder.layers[0].scaling), cos, sin, group.slot_mapping.numpy(), chunks.items,
             chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,

@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from anaphora.core.ids import RequestId
 from anaphora.core.plan import Admission, Embedding, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.errors import InvalidParameterError, UnsupportedAdapterError
 from anaphora.pooling_params import PoolingParams
 from anaphora.runtime.admitted_request import AdmittedRequest
 from anaphora.runtime.agreement import check_agreement
 from anaphora.runtime.architecture import ModelLayout, check_context
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.block_tables import BlockTables
-from anaphora.runtime.fast_forward import make_forward
+from anaphora.runtime.fast_forward import Forward, make_forward
 from anaphora.runtime.features import FeatureStore, Source, input_rows
 from anaphora.runtime.grammar import GrammarError, GrammarFactory
 from anaphora.runtime.inputs import StepInputs, build_inputs
@@ -30,7 +31,8 @@ from anaphora.runtime.lora.adapter import Adapter
 from anaphora.runtime.lora.context import AdapterStacks
 from anaphora.runtime.pooling import check_dimensions, trained_dimensions
 from anaphora.runtime.recurrent import state_context
-from anaphora.runtime.sampler import SamplingRow, report, sample
+from anaphora.runtime.reproducible import make_reproducible_forward
+from anaphora.runtime.sampler import SamplingRow, report, row_by_row, sample
 from anaphora.runtime.state_cache import StateCache
 from anaphora.runtime.weights import LiveWeights, WeightUpdate
 
@@ -46,6 +48,8 @@ class TorchExecutor:
     max_table_len: most tokens of one request, for the size of the block tables; None takes the layout's max_model_len.
     num_state_slots: checkpoints of recurrent state. dtype: of the pool. device: of the module and the pool.
     fast_forward: run decoders of a known structure without the library's layers; the results are the same.
+    max_reproducible_tokens: None, or how many tokens a step has at most: then a request's results have the same bits
+        whatever is computed beside it, and what cannot hold that is refused.
     grammars: for structured output; None has none. features: what stands in prompts instead of tokens; None takes none.
 
     The module's forward is used as it is; its settings are untouched between calls.
@@ -65,6 +69,7 @@ class TorchExecutor:
         dtype: torch.dtype,
         device: torch.device | str,
         fast_forward: bool = True,
+        max_reproducible_tokens: int | None = None,
         grammars: GrammarFactory | None = None,
         features: FeatureStore | None = None,
     ) -> None:
@@ -83,7 +88,14 @@ class TorchExecutor:
         if layout.recurrent is not None:
             shapes = layout.recurrent.shapes
             self._states = StateCache(shapes, num_rows=max_num_seqs, num_slots=num_state_slots, device=device)
-        self._forward = make_forward(module, self._layout, fast=fast_forward)
+        self._is_reproducible = max_reproducible_tokens is not None
+        self._forward: Forward
+        if max_reproducible_tokens is None:
+            self._forward = make_forward(module, self._layout, fast=fast_forward)
+        else:
+            self._forward = make_reproducible_forward(module, self._layout, max_tokens=max_reproducible_tokens)
+        self._choose = row_by_row(sample) if self._is_reproducible else sample
+        self._report = row_by_row(report) if self._is_reproducible else report
         self._grammars = grammars
         self._hidden_size: int | None = getattr(module.config.get_text_config(), "hidden_size", None)
         self._trained_dimensions = trained_dimensions(module.config)
@@ -98,7 +110,9 @@ class TorchExecutor:
         return self._weights.prepare(tensors)
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """From now on plans may name it by its digest."""
+        """From now on plans may name it by its digest. Raises UnsupportedAdapterError."""
+        if self._is_reproducible:
+            raise UnsupportedAdapterError("adapters cannot be run reproducibly: leave the option reproducible out")
         self._adapters[adapter.digest] = adapter
 
     def remove_adapter(self, digest: str) -> None:
@@ -107,7 +121,11 @@ class TorchExecutor:
         self._stacks.clear()
 
     def add_features(self, sources: Mapping[str, Source]) -> None:
-        """One more request whose plans may name these by digest."""
+        """One more request whose plans may name these by digest. Raises InvalidParameterError."""
+        if self._is_reproducible:
+            raise InvalidParameterError(
+                "images and rows of embeddings cannot be computed reproducibly: leave the option reproducible out"
+            )
         self.features.hold(sources)
 
     def release_features(self, digests: Iterable[str]) -> None:
@@ -273,7 +291,7 @@ class TorchExecutor:
                 if not bool(logits.sum().isfinite()) and not bool(logits.isfinite().all()):
                     failed[i] = "the model's logits at positions of the prompt are not all finite"
                     break
-                entries += report(logits, piece, [state.sampling.prompt_logprobs or 0] * len(piece))
+                entries += self._report(logits, piece, [state.sampling.prompt_logprobs or 0] * len(piece))
             else:
                 scores[i] = entries
         return scores
@@ -321,6 +339,6 @@ class TorchExecutor:
             return {}, unsampled
         if len(sampling_rows) < len(inputs.sampled):
             logits = logits[[i in sampling_rows for i in inputs.sampled]]
-        tokens = sample(logits, list(sampling_rows.values()))
+        tokens = self._choose(logits, list(sampling_rows.values()))
         sampled = {scheduled[i].request_id: token for i, token in zip(sampling_rows, tokens, strict=True)}
         return sampled, unsampled

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from anaphora.core.groups import FullAttention
@@ -26,6 +25,10 @@ from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
+from anaphora.runtime.module_watch import ModuleWatch
+
+if TYPE_CHECKING:
+    from anaphora.runtime.cpu_step import CpuStep
 
 _logger = logging.getLogger(__name__)
 
@@ -93,12 +96,7 @@ class FastForward:
         self._decoder = decoder
         self._kernels = tuple(kernels)
         self._library = PagedForward(module)  # a recognised decoder has no recurrent layers
-        modules = list(module.modules())
-        self._hooks: list[Any] = [part._forward_hooks for part in modules]
-        self._hooks += [part._forward_pre_hooks for part in modules]
-        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._attributes = [vars(part) for part in modules]
-        self._children = [(part._modules, name, child) for part in modules for name, child in part._modules.items()]
+        self._watch = ModuleWatch(module)
 
     def __call__(
         self,
@@ -109,7 +107,7 @@ class FastForward:
         adapters: AdapterContext | None = None,
         rows: InputRows = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if adapters is not None or rows or self._is_changed():
+        if adapters is not None or rows or self._watch.is_changed():
             return self._library(input_ids, position_ids, keep, context, adapters, rows)
         decoder = self._decoder
         hidden = decoder.embed(input_ids[0])
@@ -126,14 +124,6 @@ class FastForward:
         """See PagedForward."""
         return self._library.head(hidden)
 
-    def _is_changed(self) -> bool:
-        """Whether the module does something that the loop does not: a hook, a replaced forward or submodule."""
-        return (
-            any(self._hooks)
-            or any("forward" in attributes for attributes in self._attributes)
-            or any(children.get(name) is not child for children, name, child in self._children)
-        )
-
 
 def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) -> Forward:
     """The fastest forward that is exact for this module; `fast` False takes the library's without a look."""
@@ -143,7 +133,7 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     name = type(module).__name__
     try:
         decoder = recognise(module)
-        _check(module, layout, decoder)
+        check_parts(module, layout, decoder)
     except (NotRecognisedError, TypeError, AttributeError, RuntimeError) as difference:
         _logger.info("%s runs through transformers' own layers, which is slower: %s", name, difference)
         return library
@@ -155,11 +145,10 @@ def make_forward(module: PreTrainedModel, layout: ModelLayout, *, fast: bool) ->
     return FastForward(module, decoder, kernels)
 
 
-def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> list[StepKernels]:
-    """For many tokens, where the CPU has a tile unit, and for few.
-
-    Raises NotRecognisedError, or ImportError where Numba is absent.
-    """
+def few_token_kernels(
+    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, reproducible_tokens: int | None = None
+) -> CpuStep:
+    """reproducible_tokens: see CpuStep. Raises NotRecognisedError, or ImportError where Numba is absent."""
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
     if layout.cache.groups != (FullAttention(),):
@@ -169,15 +158,26 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
         raise NotRecognisedError("its layers have keys and values of different shapes")
     try:
         from anaphora.runtime.cpu_step import CpuStep
-        from anaphora.runtime.panel_step import PanelStep
     except ImportError as error:
         raise ImportError(f"they need Numba: pip install numba ({error})") from error
     num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
-    few = CpuStep(decoder, num_heads, num_kv_heads)
-    _check(module, layout, decoder, few)
+    kernels = CpuStep(decoder, num_heads, num_kv_heads, reproducible_tokens=reproducible_tokens)
+    check_parts(module, layout, decoder, kernels)
+    return kernels
+
+
+def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder) -> list[StepKernels]:
+    """For many tokens, where the CPU has a tile unit, and for few.
+
+    Raises NotRecognisedError, or ImportError where Numba is absent.
+    """
+    few = few_token_kernels(module, layout, decoder)
+    from anaphora.runtime.panel_step import PanelStep
+
+    num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, layout.places[0].shape.num_kv_heads
     try:
         many = PanelStep(decoder, num_heads, num_kv_heads, few)
-        _check(module, layout, decoder, many)
+        check_parts(module, layout, decoder, many)
     except NotRecognisedError as difference:
         _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)
         return [few]
@@ -185,7 +185,9 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
 
 
 @torch.inference_mode()
-def _check(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: StepKernels | None = None) -> None:
+def check_parts(
+    module: PreTrainedModel, layout: ModelLayout, decoder: Decoder, kernels: StepKernels | None = None
+) -> None:
     """Compare every part with the module's own, on random tokens of two sequences. Raises NotRecognisedError.
 
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are

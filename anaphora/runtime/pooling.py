@@ -32,8 +32,8 @@ class Pooler:
             raise RuntimeError(f"pooling has {self._num_taken} rows and is given those from {start}: a bug")
         self._num_taken = start + rows.shape[0]
         if self._params.pooling == "mean":
-            total = rows.sum(dim=0, dtype=torch.float64)
-            self._sum = total if self._sum is None else self._sum + total
+            for row in rows.double():  # one after another: how the prompt was cut does not change the sum
+                self._sum = row if self._sum is None else self._sum + row
         elif self._params.pooling == "token":
             self._rows.append(rows.float())  # a copy is not needed: every step makes its own hidden states
         if self._num_taken < self._num_tokens:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,6 +178,21 @@ def _sorted_descending(scores: torch.Tensor) -> torch.Tensor:
     if scores.device.type == "cpu":  # numpy sorts with vector instructions: about a hundred times as fast as torch here
         return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
     return scores.sort(dim=-1, descending=True).values
+
+
+def row_by_row(choose: Callable[..., list[SampledToken]]) -> Callable[..., list[SampledToken]]:
+    """The same function of logits and lists of as many entries, called for one row at a time.
+
+    Torch may take a row's sum in another order beside other rows, or at another address.
+    """
+
+    def each(logits: torch.Tensor, *columns: Sequence[Any]) -> list[SampledToken]:
+        return [
+            choose(row.unsqueeze(0).clone(), *([entry] for entry in entries))[0]
+            for row, *entries in zip(logits.unbind(), *columns, strict=True)
+        ]
+
+    return each
 
 
 def report(raw: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[SampledToken]:

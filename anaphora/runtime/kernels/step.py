@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from anaphora.runtime.kernels.attention import (
     CHUNK_TOKENS,
-    TILE_QUERIES,
     attend_chunk,
     attend_chunk_by_tiles,
     merge,
@@ -42,7 +41,7 @@ KEY_POOL, VALUE_POOL = 18, 19
 NUM_COLUMNS = 20
 
 # Places in the array of sizes.
-NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, VOCABULARY, USE_TILES = range(7)
+NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, VOCABULARY, USE_TILES, TILE_QUERIES_FROM = range(8)
 
 # Places in the array of buffers' addresses.
 B_HIDDEN, B_SHARED, B_QUERIES, B_NORMED, B_LOGITS, B_BARRIER = range(6)
@@ -148,7 +147,7 @@ def run_step(
         for item in range(first_item, last_item):
             begin, end = items[item, 0], items[item, 1]
             chunk_rows = address_of(rows) + 8 * item * CHUNK_TOKENS
-            if use_tiles and has_tiles() and (end - begin) * (num_heads // num_kv_heads) >= TILE_QUERIES:
+            if use_tiles and has_tiles() and (end - begin) * (num_heads // num_kv_heads) >= sizes[TILE_QUERIES_FROM]:
                 attend_chunk_by_tiles(
                     shared, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_visible[begin:end],
                     query_slots[begin:end], num_heads, num_kv_heads, scale, operands, tops, sums, partials, head_dim,
