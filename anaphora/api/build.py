@@ -170,7 +170,7 @@ def connect(config: EngineConfig, loaded: LoadedModel, *, progress: bool | None 
         seed=config.seed,
         grammars=grammars,
         adapters=adapters,
-        recorder=_recorder(config, cache.root),
+        recorder=_recorder(config),
         identity=identity,
         prompt_reader=FeaturePrompts(
             vision,
@@ -191,7 +191,7 @@ def _what_if(config: EngineConfig, num_blocks: int, layout: CacheLayout) -> What
     return WhatIf(num_blocks, config.block_size)
 
 
-def _recorder(config: EngineConfig, root: bytes) -> TraceRecorder | None:
+def _recorder(config: EngineConfig) -> TraceRecorder | None:
     if config.record is None:
         return None
-    return TraceRecorder(Path(config.record), block_size=config.block_size, root=root, start_s=time.perf_counter())
+    return TraceRecorder(Path(config.record), block_size=config.block_size, start_s=time.perf_counter())

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from anaphora.errors import (
     AdapterChangedError,
     AdapterError,
+    AdapterFileError,
     AdapterLimitError,
     ConfigError,
     DuplicateAdapterError,
@@ -87,8 +88,23 @@ class AdapterRegistry:
         return self._infos
 
     def read(self, folder: str | os.PathLike[str]) -> Adapter:
-        """What `load` takes besides a name; slow, from any thread. Raises AdapterError, InvalidParameterError."""
+        """What `load` takes besides a name; slow, from any thread. Raises AdapterError."""
         return self._read(_absolute(folder))
+
+    def read_again(self, info: AdapterInfo) -> Adapter:
+        """An adapter that has left memory; slow, from any thread. Raises AdapterChangedError."""
+        try:
+            adapter = self._read(info.folder)
+        except AdapterError as error:
+            _logger.warning("adapter %r cannot be read again", info.name, exc_info=error)  # who asks sees no folder
+            raise AdapterChangedError(
+                f"adapter {info.name!r} had left memory and cannot be read again: load it anew"
+            ) from error
+        if adapter.digest != info.digest:
+            raise AdapterChangedError(
+                f"adapter {info.name!r} had left memory and its files have changed since it was loaded: load it anew"
+            )
+        return adapter
 
     def load(self, name: str, folder: str | os.PathLike[str], adapter: Adapter, *, replace: bool) -> AdapterInfo:
         """Let a name stand for an adapter that was read. Requests that came before keep what it stood for.
@@ -117,10 +133,11 @@ class AdapterRegistry:
         return info
 
     @contextmanager
-    def pinned(self, name: str) -> Iterator[str]:
+    def pinned(self, name: str, read_again: Callable[[AdapterInfo], Adapter] | None = None) -> Iterator[str]:
         """One more request with this adapter; gives its digest. If the block succeeds, `unpin` ends it, else nothing is
         kept.
 
+        read_again: gives one that has left memory, or raises what the caller wants to get; None reads it here and now.
         Raises UnknownAdapterError, AdapterLimitError, AdapterChangedError.
         """
         info = self._find(name)
@@ -129,7 +146,7 @@ class AdapterRegistry:
                 raise AdapterLimitError(
                     f"{self._max_loras} adapters (max_loras) are in use by requests; wait until some end, or raise it"
                 )
-            self._put(self._read_again(info))
+            self._put((read_again or self.read_again)(info))
         self._num_users[info.digest] = self._num_users.pop(info.digest) + 1  # the last in line is the latest used
         try:
             yield info.digest
@@ -148,20 +165,6 @@ class AdapterRegistry:
             known = ", ".join(self._named) or "none"
             raise UnknownAdapterError(f"no adapter named {name!r} is loaded; loaded are: {known[:400]}")
         return info
-
-    def _read_again(self, info: AdapterInfo) -> Adapter:
-        try:
-            adapter = self._read(info.folder)
-        except AdapterError as error:
-            _logger.warning("adapter %r cannot be read again", info.name, exc_info=error)  # who asks sees no folder
-            raise AdapterChangedError(
-                f"adapter {info.name!r} had left memory and cannot be read again: load it anew"
-            ) from error
-        if adapter.digest != info.digest:
-            raise AdapterChangedError(
-                f"adapter {info.name!r} had left memory and its files have changed since it was loaded: load it anew"
-            )
-        return adapter
 
     def _put(self, adapter: Adapter) -> None:
         if adapter.digest not in self._num_users:
@@ -199,5 +202,5 @@ def _check_name(name: object) -> None:
 def _absolute(folder: str | os.PathLike[str]) -> str:
     path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
-        raise InvalidParameterError(f"an adapter's folder must be a path, got {folder!r}")
+        raise AdapterFileError(f"an adapter's folder must be a path, got {folder!r}")
     return os.path.abspath(os.path.expanduser(path))

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from anaphora.core.busy_prefixes import BusyPrefix
-from anaphora.engine.adapters import AdapterInfo
+from anaphora.engine.adapter_reads import AdapterAway, AdapterReads, only_from
+from anaphora.engine.adapters import Adapter, AdapterInfo
 from anaphora.engine.engine import Engine
 from anaphora.engine.multimodal import TokenPrompt
 from anaphora.engine.outputs import EngineStats, StepOutput
@@ -62,11 +63,11 @@ class RequestGroup:
     All of them are accepted or none is. Close it, whatever happened: that ends what still runs.
     """
 
-    def __init__(self, owner: AsyncEngine, request_ids: Sequence[str], accepted: asyncio.Future[None]) -> None:
+    def __init__(self, owner: AsyncEngine, request_ids: Sequence[str]) -> None:
         self.request_ids = tuple(request_ids)
         self._owner = owner
         self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._accepted = accepted
+        self._accepted: asyncio.Future[None]
         self._received: list[tuple[int, StepOutput]] = []
         self._unfinished = set(request_ids)
         self._news = asyncio.Event()
@@ -123,6 +124,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="anaphora-steps", daemon=True)
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="anaphora-text")
+        self._adapter_reads = AdapterReads(lambda info: self.in_worker(engine.reread_adapter, info))
 
     def start(self) -> None:
         """Begin to step. Call once, on the event loop."""
@@ -171,9 +173,9 @@ class AsyncEngine:
         arrival_s = self.engine.clock() if arrival_s is None else arrival_s
         request_ids = [f"{self._num_groups}-{index}" for index in range(len(requests))]
         self._num_groups += 1
-        accepted: asyncio.Future[None] = self._loop.create_future()
-        group = RequestGroup(self, request_ids, accepted)
+        group = RequestGroup(self, request_ids)
         self._groups |= dict.fromkeys(request_ids, group)
+        read: dict[str, Adapter] = {}  # by digest, what had left memory
 
         def add() -> None:
             added: list[str] = []
@@ -187,6 +189,7 @@ class AsyncEngine:
                         priority=new.priority,
                         tenant=new.tenant,
                         adapter=new.adapter,
+                        read_again=only_from(read),
                         arrival_s=arrival_s,
                         before=before,
                     )
@@ -195,8 +198,25 @@ class AsyncEngine:
                 self.engine.abort(added)
                 raise
 
-        self._call(add, accepted)
+        first: asyncio.Future[None] = self._loop.create_future()
+        self._call(add, first)
+        group._accepted = self._loop.create_task(self._accept(group, add, first, read))
+        group._accepted.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
         return group
+
+    async def _accept(
+        self, group: RequestGroup, add: Callable[[], None], added: asyncio.Future[None], read: dict[str, Adapter]
+    ) -> None:
+        """Wait until requests are in. What they need of adapters that have left memory is read beside the steps."""
+        while True:
+            try:
+                return await added
+            except AdapterAway as away:
+                read[away.info.digest] = await self._adapter_reads.get(away.info)
+            if self._groups.keys().isdisjoint(group.request_ids):
+                raise EngineStoppedError("the requests were closed, or the engine has stopped, before they were in")
+            added = self._loop.create_future()
+            self._call(add, added)
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget everything cached. False, and no effect, while requests hold blocks. Raises EngineStoppedError."""

@@ -124,6 +124,11 @@ class Capabilities:
         Raises InvalidParameterError, and what `read_prompt` raises.
         """
         if isinstance(prompt, PreparedPrompt):
+            if prompt.block_size != self.block_size:  # its keys would enter other blocks than those they are about
+                raise InvalidParameterError(
+                    f"the prompt was read for blocks of {prompt.block_size} tokens, and this engine has blocks of "
+                    f"{self.block_size}: read it with this engine"
+                )
             return prompt
         if isinstance(prompt, Mapping):
             return self.read_prompt(prompt, add_special_tokens=add_special_tokens)

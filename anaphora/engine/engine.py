@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -112,6 +112,7 @@ class Engine(Capabilities):
         add_special_tokens: bool = True,
         tenant: str | None = None,
         adapter: str | None = None,
+        read_again: Callable[[AdapterInfo], Adapter] | None = None,
     ) -> None:
         """Queue a request; `step` runs it. If this raises, nothing of the request is kept.
 
@@ -121,7 +122,8 @@ class Engine(Capabilities):
         arrival_s: when the request arrived by the engine's clock, if that was before this call. before: what was done
         with it since then; the rest of that time it has waited. add_special_tokens: the tokenizer's own, such as a BOS;
         off for text that holds them already (a rendered chat). tenant: whose pinned blocks its own count among.
-        adapter: name of the LoRA adapter that it runs with, to its end, whatever the name stands for later.
+        adapter: name of the LoRA adapter that it runs with, to its end, whatever the name stands for later. read_again:
+        gives one that has left memory, as `reread_adapter` does, which is what None calls here and now.
 
         Raises RequestError: EmptyPromptError, InvalidTokenError, InvalidParameterError, PromptTooLongError,
         DuplicateRequestError, UnknownAdapterError, AdapterLimitError; and AdapterChangedError.
@@ -143,7 +145,7 @@ class Engine(Capabilities):
         check_features(given, sampling)
         ttft.enter("other_s")
         extra_keys = (*salt_keys(cache_salt, self.block_size), *given.extra_keys)
-        with self._pinned(adapter) as digest, self._held(given.sources):
+        with self._pinned(adapter, read_again) as digest, self._held(given.sources):
             request = Request(
                 request_id,
                 pack_tokens(token_ids),
@@ -191,7 +193,7 @@ class Engine(Capabilities):
         """A request has ended: the scheduler knows it no more, and what it held of the engine's, it holds no more."""
         live = self._live.pop(request_id)
         if self.recorder is not None:
-            self.recorder.record(live.request, live.arrival_s)
+            self.recorder.record(live.request, live.arrival_s, self.root)
         if live.request.adapter is not None:
             self._registry.unpin(live.request.adapter)
         if live.request.features:
@@ -231,6 +233,10 @@ class Engine(Capabilities):
         Raises AdapterError, InvalidParameterError.
         """
         return self._registry.read(folder)
+
+    def reread_adapter(self, info: AdapterInfo) -> Adapter:
+        """An adapter that has left memory; slow, and allowed on any thread. Raises AdapterChangedError."""
+        return self._registry.read_again(info)
 
     @exclusive
     def load_adapter(
@@ -276,8 +282,10 @@ class Engine(Capabilities):
             self._feature_holder.release_features(sources)
             raise
 
-    def _pinned(self, adapter: str | None) -> AbstractContextManager[str | None]:
-        return nullcontext() if adapter is None else self._registry.pinned(adapter)
+    def _pinned(
+        self, adapter: str | None, read_again: Callable[[AdapterInfo], Adapter] | None
+    ) -> AbstractContextManager[str | None]:
+        return nullcontext() if adapter is None else self._registry.pinned(adapter, read_again)
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 

@@ -24,13 +24,14 @@ class PreparedPrompt:
 
     token_ids: with placeholders where features stand: an image's own, and 0 where the caller gave a row.
     spans, extra_keys: where features stand, and what they are. sources: what the executor makes rows of, by digest.
-    text: what it was made of, if it was text.
+    block_size: of the blocks that the keys enter. text: what it was made of, if it was text.
     """
 
     token_ids: Sequence[int]
     spans: tuple[FeatureSpan, ...]
     extra_keys: tuple[ExtraKey, ...]
     sources: Mapping[str, Any]
+    block_size: int
     text: str | None = None
 
     def __len__(self) -> int:
@@ -48,7 +49,7 @@ class NamedImage:
     image: Any
 
 
-NO_FEATURES = PreparedPrompt((), (), (), {})
+NO_FEATURES = PreparedPrompt((), (), (), {}, 0)
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | PreparedPrompt
 """What an engine takes: text, token ids, a dict with images or rows, or one that was read already."""

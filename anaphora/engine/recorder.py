@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 from anaphora.core.hashing import BlockChain, encode_tokens, sha256
 from anaphora.core.request import Request
@@ -44,15 +45,13 @@ def check_recordable(path: Path) -> None:
 class TraceRecorder:
     """One recording into a new file, from now until `close` or the end of the process.
 
-    block_size, root: of the engine. start_s: now, by the engine's clock. max_waiting: most requests that wait to be
+    block_size: of the engine. start_s: now, by the engine's clock. max_waiting: most requests that wait to be
     written; beyond that they are left out and counted, so that a slow disk costs neither memory nor time of a step.
     Raises ConfigError.
     """
 
-    def __init__(
-        self, path: Path, *, block_size: int, root: bytes, start_s: float, max_waiting: int = DEFAULT_MAX_WAITING
-    ) -> None:
-        self._writer = _Writer(path, _Lines(block_size, root, start_s), max_waiting)
+    def __init__(self, path: Path, *, block_size: int, start_s: float, max_waiting: int = DEFAULT_MAX_WAITING) -> None:
+        self._writer = _Writer(path, _Lines(block_size, start_s), max_waiting)
         self._thread = threading.Thread(target=self._writer.run, name="anaphora-record", daemon=True)
         self._thread.start()
         # Also at the end of the process, which ends daemon threads in the middle of whatever they do.
@@ -63,11 +62,14 @@ class TraceRecorder:
         """Requests that came faster than they could be written, or after the disk was full."""
         return self._writer.num_left_out
 
-    def record(self, request: Request, arrival_s: float) -> None:
+    def record(self, request: Request, arrival_s: float, root: bytes) -> None:
         """Take a request that has ended. One that never got blocks is none that a cache has seen. Costs no more than
-        putting it into a queue."""
+        putting it into a queue.
+
+        root: of the model that it was computed by.
+        """
         if request.was_admitted:
-            self._writer.put(request, arrival_s)
+            self._writer.put(_Ended(request, arrival_s, root))
 
     def flush(self) -> None:
         """Return when every request taken so far is in the file, or the recording has stopped."""
@@ -78,6 +80,12 @@ class TraceRecorder:
         self._finalizer()
 
 
+class _Ended(NamedTuple):
+    request: Request
+    arrival_s: float
+    root: bytes
+
+
 def _close(writer: _Writer, thread: threading.Thread) -> None:
     writer.end()
     thread.join(_LAST_WORDS_S)
@@ -86,22 +94,21 @@ def _close(writer: _Writer, thread: threading.Thread) -> None:
 class _Lines:
     """Turns requests into lines."""
 
-    def __init__(self, block_size: int, root: bytes, start_s: float) -> None:
+    def __init__(self, block_size: int, start_s: float) -> None:
         self.block_size = block_size
-        self._root = root
         self._start_s = start_s
         self._key = secrets.token_bytes(32)
 
     def header(self) -> bytes:
         return _line({"format": FORMAT, "version": VERSION, "block_size": self.block_size})
 
-    def of(self, request: Request, arrival_s: float) -> bytes:
+    def of(self, request: Request, arrival_s: float, root: bytes) -> bytes:
         input_length, output_length = request.num_prompt_tokens, request.num_output_tokens
         num_full, num_tail = divmod(input_length, self.block_size)
         num_known = (input_length + max(output_length - 1, 0)) // self.block_size
         chain = request.chain
         if chain is None:  # prefix caching is off: the trace says what it would be worth
-            chain = BlockChain(self._root, self.block_size, sha256, request.extra_keys)
+            chain = BlockChain(root, self.block_size, sha256, request.extra_keys)
             chain.extend(request.tokens)
         ids = [self._id(name) for name in chain.hashes[:num_known]]
         prompt_ids = ids[:num_full]
@@ -138,7 +145,7 @@ class _Writer:
         self._path = path
         self._lines = lines
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[Request, float]] = deque()
+        self._waiting: deque[_Ended] = deque()
         self._is_writing = False
         self._has_ended = False
         self._changed = threading.Condition()
@@ -154,14 +161,14 @@ class _Writer:
             os.close(self._file)
             raise ConfigError(f"record: {path} cannot be written to: {error.strerror or error}") from error
 
-    def put(self, request: Request, arrival_s: float) -> None:
+    def put(self, ended: _Ended) -> None:
         with self._changed:
             if self._has_ended or len(self._waiting) >= self._max_waiting:
                 self.num_left_out += 1
                 if self.num_left_out == 1 and not self._has_ended:
                     _logger.warning("%s: requests end faster than they can be recorded; some are left out", self._path)
                 return
-            self._waiting.append((request, arrival_s))
+            self._waiting.append(ended)
             self._changed.notify_all()
 
     def wait_until_written(self) -> None:
@@ -176,7 +183,7 @@ class _Writer:
     def run(self) -> None:
         try:
             while taken := self._take():
-                self._write(b"".join(self._lines.of(*entry) for entry in taken))
+                self._write(b"".join(self._lines.of(*ended) for ended in taken))
         except OSError as error:
             self._truncate()
             _logger.warning(
@@ -191,7 +198,7 @@ class _Writer:
                 self._changed.notify_all()
             os.close(self._file)
 
-    def _take(self) -> list[tuple[Request, float]]:
+    def _take(self) -> list[_Ended]:
         """All that waits; waits for something; nothing at the end."""
         with self._changed:
             self._is_writing = False

@@ -166,6 +166,10 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. On any exception the slots that it may have written are zero and the exception goes on."""
+        with self._weights.in_use():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self.release(plan.released)
         for admission in plan.admitted:
             self._admit(admission)

@@ -95,7 +95,8 @@ class FeaturePrompts:
         ]
         opened = [open_image(one.image, self._limits, one.field) for one in named]
         read = self._vision.read(text, opened, add_special_tokens=add_special_tokens)
-        return PreparedPrompt(read.token_ids, read.spans, image_keys(read.spans, self._block_size), read.pixels, text)
+        keys = image_keys(read.spans, self._block_size)
+        return PreparedPrompt(read.token_ids, read.spans, keys, read.pixels, self._block_size, text)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class FeaturePrompts:
                 begin += length
             place += length
         keys = embedding_keys(mask, little_endian(rows), self._block_size)
-        return PreparedPrompt(token_ids, tuple(spans), keys, sources)
+        return PreparedPrompt(token_ids, tuple(spans), keys, sources, self._block_size)
 
     def _check_rows(self, given: object) -> torch.Tensor:
         if self._hidden_size is None:

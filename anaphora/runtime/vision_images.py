@@ -6,13 +6,17 @@ Nothing is decoded before the header has said how large it will be: a small file
 from __future__ import annotations
 
 import io
-import warnings
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 from anaphora.errors import InvalidParameterError, UnsupportedModelError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_SIDE_RATIO = 100
+"""Processors scale the shorter side to some hundred pixels and the longer one with it, before they cut it off: an image
+of one pixel by ten million would become one of billions."""
+_NO_RANGE = ("I", "F", "La", "RGBa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +47,25 @@ def open_image(image: object, limits: ImageLimits, field: str) -> Any:
             f"{field} must be the bytes of an image file or a PIL.Image, got {type(image).__name__}"
         )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = image if isinstance(image, Image.Image) else Image.open(io.BytesIO(image), formats=FORMATS)
-            _check_size(opened.size, limits, field)
-            return ImageOps.exif_transpose(opened).convert("RGB")
+        opened = image if isinstance(image, Image.Image) else Image.open(io.BytesIO(image), formats=FORMATS)
+        _check_size(opened.size, limits, field)
+        if opened.mode in _NO_RANGE:
+            raise InvalidParameterError(
+                f"{field} has the mode {opened.mode}, whose white is not known: convert it to RGB"
+            )
+        upright = ImageOps.exif_transpose(opened)
+        if upright.mode.startswith("I;16"):  # or everything beyond 255 of 65,535 would be white
+            upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        return upright.convert("RGB")
     except UnidentifiedImageError:
         raise InvalidParameterError(f"{field} is no image that can be read: give {', '.join(FORMATS)}") from None
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):  # the first where warnings are errors
         raise InvalidParameterError(
             f"{field} decodes to far more pixels than the {limits.max_pixels:,} that are allowed (max_image_pixels)"
         ) from None
-    except (OSError, SyntaxError, ValueError, ArithmeticError, LookupError, EOFError) as error:
-        if isinstance(error, InvalidParameterError):
-            raise
+    except InvalidParameterError:
+        raise
+    except (OSError, SyntaxError, ValueError, ArithmeticError, LookupError, EOFError, TypeError, struct.error) as error:
         raise InvalidParameterError(f"{field} is broken or cut off ({error}): send the file again") from None
 
 
@@ -68,4 +77,9 @@ def _check_size(size: tuple[int, int], limits: ImageLimits, field: str) -> None:
         raise InvalidParameterError(
             f"{field} has {width} x {height} pixels, at most {limits.max_pixels:,} are allowed (max_image_pixels): "
             "make it smaller"
+        )
+    if max(width, height) > MAX_SIDE_RATIO * min(width, height):
+        raise InvalidParameterError(
+            f"{field} has {width} x {height} pixels, at most {MAX_SIDE_RATIO} times as many one way as the other are "
+            "allowed: crop it"
         )

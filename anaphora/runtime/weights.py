@@ -8,7 +8,8 @@ that the module holds as codes, callers give the full one, by its usual name and
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,9 @@ from anaphora.runtime.sources.digests import canonical_json, tensors_digest, tex
 
 Target = torch.Tensor | Int8Weight
 
-_CHANGES = "_anaphora_weights"  # on the module, as what was done to it concerns every engine over it
+# On the module, as what was done to it concerns every engine over it.
+_CHANGES = "_anaphora_weights"
+_VERSIONS = "_anaphora_versions"
 
 
 class LiveWeights:
@@ -30,11 +33,37 @@ class LiveWeights:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
+        self._parameters = [part._parameters for part in module.modules() if part._parameters]
+        self._versions = self._versions_now()
         self.history = self._of_module()
+
+    def _versions_now(self) -> tuple[int, ...]:
+        """Others after every write to a parameter, and in place of a replaced one, as far as torch counts them: a write
+        through `.data` is not seen, nor one to a submodule that came later."""
+        return tuple(
+            number
+            for parameters in self._parameters
+            for tensor in parameters.values()
+            if tensor is not None
+            for number in (id(tensor), 0 if tensor.is_inference() else tensor._version)
+        )
+
+    def _is_tampered_with(self) -> bool:
+        """Whether a parameter was written to by other than update_weights since this engine last looked."""
+        now = self._versions_now()
+        if now == vars(self._module).get(_VERSIONS):  # another engine has given the same values again
+            self._versions = now
+        return now != self._versions
 
     def _of_module(self) -> str:
         history: str = vars(self._module).get(_CHANGES, "")
         return history
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While this lasts, no engine over the module changes them: what `check_current` has said stays true."""
+        with module_lock(self._module):
+            yield
 
     @property
     def num_bytes(self) -> int:
@@ -42,19 +71,31 @@ class LiveWeights:
         return num_bytes(self._module)
 
     def check_current(self) -> None:
-        """Raises WeightsError if another engine over this module has changed its weights: K/V here are of the old."""
+        """Raises WeightsError if others have changed the weights: K/V here are of the old ones."""
         if self.history != self._of_module():
             raise WeightsError(
                 "the model's weights were changed through another engine that shares the module: "
                 "call update_weights on this one, too"
             )
+        if self._is_tampered_with():
+            raise WeightsError(
+                "the model's weights were written to behind the engine's back, and what is cached is of the old ones: "
+                "give the new ones to update_weights"
+            )
+
+    def take_over(self, history: str) -> None:
+        """The module is as it should be, after these updates."""
+        self.history = history
+        self._versions = self._versions_now()
+        vars(self._module).update({_CHANGES: history, _VERSIONS: self._versions})
 
     def prepare(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Check that every tensor fits; changes nothing.
 
         tensors: names of the module's `state_dict`, any part of it; each of the shape and dtype that it replaces.
-        Costs a pass over what is given, for its digest. Where another engine has put these very values into the module,
-        this one catches up with it, and both are current. Raises WeightsError.
+        Costs a pass over what is given, for its digest; over all weights, if others have written to them. Where
+        another engine has put these very values into the module, this one catches up with it, and both are current.
+        Raises WeightsError.
         """
         pairs = list(tensors.items()) if isinstance(tensors, Mapping) else _pairs(tensors)
         if not pairs:
@@ -70,9 +111,11 @@ class LiveWeights:
             if twin != name and not torch.equal(given[twin], tensor):
                 raise WeightsError(f"{name} and {twin} are one tensor of the model and are given different values")
             given[name] = tensor.detach()
-        history = self._of_module()
-        if self.history == history or not all(_holds(own[name], one) for name, one in given.items()):
-            history = text_digest(canonical_json([history, tensors_digest(given.items())]))
+        history, is_tampered = self._of_module(), self._is_tampered_with()
+        is_behind = self.history != history and all(_holds(own[name], one) for name, one in given.items())
+        if is_tampered or not is_behind:
+            changed = _tensors(self._module) | given if is_tampered else given
+            history = text_digest(canonical_json([history, tensors_digest(changed.items())]))
         return WeightUpdate(self, own, given, history)
 
 
@@ -89,23 +132,23 @@ class WeightUpdate:
     def apply(self) -> None:
         """Copy them in. No forward may run meanwhile."""
         staged = {name: tensor.to(self._own[name].device) for name, tensor in self._given.items()}  # may lack memory
-        with module_lock(self._weights._module):  # another engine's forward through the library's layers ends first
-            vars(self._weights._module)[_CHANGES] = self.history
+        with module_lock(self._weights._module):  # a step of another engine over the module ends first
             for name, tensor in staged.items():
                 self._own[name].copy_(tensor)
-        self._weights.history = self.history
+            self._weights.take_over(self.history)
 
 
 def _own(module: PreTrainedModel) -> dict[str, Target]:
     """What can be replaced, by name."""
     stored = stored_weights(module)
     codes = {id(part) for weight in stored.values() for part in (weight.codes, weight.scales)}
-    own: dict[str, Target] = {
-        name: tensor
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in codes
-    }
+    own: dict[str, Target] = {name: tensor for name, tensor in _tensors(module).items() if id(tensor) not in codes}
     return own | stored
+
+
+def _tensors(module: PreTrainedModel) -> dict[str, torch.Tensor]:
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _holds(target: Target, tensor: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ async def load_adapter(service: Service, body: bytes) -> dict[str, Any]:
     except AdapterError as error:
         raise invalid("lora_path", str(error), "invalid_adapter") from None
     except InvalidParameterError as error:
-        raise invalid("lora_path" if "folder" in str(error) else "lora_name", str(error)) from None
+        raise invalid("lora_name", str(error)) from None
     except EngineStoppedError as error:
         raise as_api_error(error, prompt="") from None
     return _shown(info) | {"rank": info.rank, "num_bytes": info.num_bytes}

@@ -1,5 +1,5 @@
-"""HA6: a reset tells the truth, over HTTP. Step 1 and 2 are in tests/server/test_lifecycle; weights cannot be changed
-live, and there is no tier and no event here.
+"""HA6: a reset tells the truth, over HTTP. Steps 1 and 2 are in tests/server/test_lifecycle, and with step 5 in
+test_ha06_weights; there is no tier and no event here.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from anaphora.core.hashing import (
     salt_key,
     salt_keys,
 )
+from anaphora.core.scopes import Scopes
 from anaphora.errors import InvalidParameterError
 from anaphora.salt_regions import SaltRegions
 
@@ -90,6 +91,12 @@ def vectors_of_the_code() -> dict[str, str]:
     image = chain_of(ONE_TO_NINE, ExtraKey(ExtraKeyKind.MULTIMODAL, IMAGE, 1))
     rows = chain_of(ONE_TO_NINE, ExtraKey(ExtraKeyKind.PROMPT_EMBEDDING, ROWS, 1))
     root = root_digest(IDENTITY)
+    scopes = Scopes()
+    for _ in range(7):
+        scopes.forget(salt_key("tenant-ä"))
+    forgotten = chain_of(ONE_TO_NINE, *scopes.stamp([salt_key("tenant-ä")]))
+    scopes.forget_prefix(plain.hashes[1], lambda name: True, None)
+    after_prefix = chain_of(ONE_TO_NINE, scopes.prefix_stamp(plain.hashes[1], 1))
     vectors = {
         "root_empty": root_digest({}),
         "root_two_fields": root,
@@ -105,6 +112,8 @@ def vectors_of_the_code() -> dict[str, str]:
         "block0_adapter": chain_of(ONE_TO_NINE, lora_key(ADAPTER)).hashes[0],
         "block1_image": image.hashes[1],
         "block1_rows": rows.hashes[1],
+        "block0_epoch_salt": forgotten.hashes[0],
+        "block1_epoch_prefix": after_prefix.hashes[1],
     }
     return {name: data.hex() for name, data in vectors.items()}
 
@@ -114,6 +123,9 @@ def vectors_of_this_test() -> dict[str, str]:
     plain = hashes_of(root, 4, ONE_TO_NINE, {})
     salted = hashes_of(root, 4, ONE_TO_NINE, {0: [(1, "tenant-ä".encode())]})
     extremes = hashes_of(root, 4, EXTREMES, {0: [(1, b"x")], 1: [(2, b"x")]})
+    salt = "tenant-ä".encode()
+    forgotten = hashes_of(root, 4, ONE_TO_NINE, {0: [(1, salt), (5, struct.pack("<QB", 7, 1) + salt)]})
+    after_prefix = hashes_of(root, 4, ONE_TO_NINE, {1: [(5, struct.pack("<QB", 8, 0) + plain[1])]})
     vectors = {
         "root_empty": root_of({}),
         "root_two_fields": root,
@@ -129,6 +141,8 @@ def vectors_of_this_test() -> dict[str, str]:
         "block0_adapter": hashes_of(root, 4, ONE_TO_NINE, {0: [(2, bytes.fromhex(ADAPTER))]})[0],
         "block1_image": hashes_of(root, 4, ONE_TO_NINE, {1: [(3, IMAGE)]})[1],
         "block1_rows": hashes_of(root, 4, ONE_TO_NINE, {1: [(4, ROWS)]})[1],
+        "block0_epoch_salt": forgotten[0],
+        "block1_epoch_prefix": after_prefix[1],
     }
     return {name: data.hex() for name, data in vectors.items()}
 
@@ -156,6 +170,8 @@ GOLDEN = {
     "block0_adapter": "8f5c28de3e6d8f940d95a54ba54b86b5ce2d9f611d03c634e19d8a93c9497dfe",
     "block1_image": "6112a751893a4b66bb95543a879216990d74cc878c07339360dfd003013ce54a",
     "block1_rows": "2b5e12e83a88cbda725da9dd2e2530da6e6257ffc8fd5024adc8ea74c712ba8c",
+    "block0_epoch_salt": "c678b00da32ddd3436352f456e256d20801beaac022f48641aa71b771e88eb60",
+    "block1_epoch_prefix": "8e71f7ca6fb2a3cca2712f236ad5a4bf52cb8068ef6f1188a457ef1dd990b262",
 }
 """These change only with the format's version: whatever was stored or shared under the old ones is then lost."""
 

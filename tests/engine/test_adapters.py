@@ -171,7 +171,7 @@ def test_a_name_must_be_printable(name: Any) -> None:
 
 @pytest.mark.parametrize("folder", ["", "a\0", None, 3, b"a"])
 def test_a_folder_must_be_a_path(folder: Any) -> None:
-    with pytest.raises(InvalidParameterError, match="folder"):
+    with pytest.raises(AdapterFileError, match="folder"):
         World(a="A").registry.read(folder)
 
 

@@ -24,9 +24,7 @@ PROMPT = list(range(30, 40))  # 10 tokens: two full blocks of 4 and a tail of 2
 
 
 def recording(path: Path, engine: Engine, **options: int) -> TraceRecorder:
-    engine.recorder = TraceRecorder(
-        path, block_size=engine.block_size, root=engine.root, start_s=engine.clock(), **options
-    )
+    engine.recorder = TraceRecorder(path, block_size=engine.block_size, start_s=engine.clock(), **options)
     return engine.recorder
 
 
@@ -89,6 +87,19 @@ def test_without_prefix_caching_the_ids_are_there_all_the_same(tmp_path: Path) -
     assert len(first["hash_ids"] + first["output_hash_ids"]) == 5
     assert second["hash_ids"] == first["hash_ids"]
     assert second["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_ids_are_those_of_the_weights_that_computed_them(tmp_path: Path, enable_prefix_caching: bool) -> None:
+    engine, _, _ = make_engine(enable_prefix_caching=enable_prefix_caching)
+    recorder = recording(tmp_path / "t", engine)
+    one_after_the_other(engine, (PROMPT, None), (PROMPT, None))
+    engine._scheduler.cache.replace_root(b"of other weights")
+    one_after_the_other(engine, (PROMPT, None))
+    recorder.close()
+    _, first, second, third = entries(tmp_path / "t")
+    assert second["hash_ids"] == first["hash_ids"]
+    assert not {*third["hash_ids"]} & {*first["hash_ids"]}
 
 
 def test_who_never_got_blocks_is_not_recorded_and_who_was_aborted_is(tmp_path: Path) -> None:
@@ -183,7 +194,7 @@ from engine.engine_fakes import make_engine, run
 from anaphora import SamplingParams
 from anaphora.engine.recorder import TraceRecorder
 engine, _, _ = make_engine()
-engine.recorder = TraceRecorder(Path(sys.argv[1]), block_size=4, root=engine.root, start_s=0.0)
+engine.recorder = TraceRecorder(Path(sys.argv[1]), block_size=4, start_s=0.0)
 for number in range(200):
     engine.add_request(str(number), [number] * 40, SamplingParams(max_tokens=3, temperature=0.0))
     run(engine)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from tiny_llama import make_tiny_llama
@@ -14,6 +16,7 @@ from tiny_llava import make_tiny_llava, make_tiny_processor, picture
 
 from anaphora import LLM, SamplingParams
 from anaphora.errors import InvalidParameterError, PromptTooLongError, RequestError
+from anaphora.runtime.vision_images import ImageLimits, open_image
 
 
 def encoded(image: Any, kind: str = "PNG") -> bytes:
@@ -64,6 +67,9 @@ def llm() -> LLM:
         ("<image>", [encoded(picture(1, 400, 400))], r"images\[0\] has 400 x 400 pixels"),
         ("<image>", [bomb(9_000, 9_000)], r"images\[0\] has 9000 x 9000 pixels"),
         ("<image>", [bomb(60_000, 60_000)], r"images\[0\] decodes to far more pixels"),
+        ("<image>", [encoded(picture(1, 101, 1))], r"images\[0\] has 101 x 1 pixels, at most 100 times"),
+        ("<image>", [Image.new("L", (1, 9_999))], r"images\[0\] has 1 x 9999 pixels, at most 100 times"),
+        ("<image>", [Image.new("F", (30, 30))], r"images\[0\] has the mode F, whose white is not known: convert"),
         (None, [PNG], r"prompt must be text where there are images, got NoneType"),
         ([1, 2], [PNG], r"prompt must be text where there are images, got list"),
         ("\ud800<image>", [PNG], r"not valid Unicode"),
@@ -88,6 +94,28 @@ def test_every_format_is_read_as_the_image_that_it_holds(llm: LLM, kind: str) ->
     as_file = llm.engine.read_prompt({"prompt": "<image>", "images": [data]})
     as_image = llm.engine.read_prompt({"prompt": "<image>", "images": [Image.open(io.BytesIO(data))]})
     assert as_file.extra_keys == as_image.extra_keys
+
+
+def test_sixteen_bits_of_grey_are_scaled_and_not_cut_off(llm: LLM) -> None:
+    eight = picture(1).convert("L")
+    sixteen = Image.fromarray(np.asarray(eight).astype(np.uint16) * 256 + 77)
+    prompts = [llm.engine.read_prompt({"prompt": "<image>", "images": [encoded(one)]}) for one in (eight, sixteen)]
+    assert prompts[0].extra_keys == prompts[1].extra_keys
+
+
+def test_images_are_opened_without_a_change_to_what_warnings_do(llm: LLM) -> None:
+    """Warning filters are of the whole process: two threads that change them for a while leave them changed."""
+    before, seen = list(warnings.filters), []
+    opened = Image.open
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(list(warnings.filters))
+        return opened(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image, "open", watched)
+        open_image(PNG, ImageLimits(1, 20_000, 10_000), "image")
+    assert seen == [before]
 
 
 def test_an_image_lies_as_its_file_says(llm: LLM) -> None:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import math
 import os
+import resource
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +121,17 @@ def test_ranks_scales_and_matrices_are_those_of_the_files(
 )
 def test_which_layers_a_configuration_names(fields: dict[str, Any], path: str, changed: bool) -> None:
     text = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, **fields})
-    assert parse_settings(text).changes(path) == changed
+    assert parse_settings(text, [path]).changes(path) == changed
 
 
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
     fields = {"peft_type": "LORA", "r": 16, "lora_alpha": 8, "target_modules": ["q"]}
     fields |= {"rank_pattern": {"a.q": 4}, "alpha_pattern": {r"b\.q": 32}}
-    plain = parse_settings(json.dumps(fields))
-    rooted = parse_settings(json.dumps(fields | {"use_rslora": True}))
-    assert [plain.scaling_of(path) for path in ("q", "x.a.q", "b.q")] == [0.5, 2.0, 2.0]
-    assert [rooted.scaling_of(path) for path in ("q", "x.a.q", "b.q")] == [2.0, 4.0, 8.0]
+    paths = ["q", "x.a.q", "b.q"]
+    plain = parse_settings(json.dumps(fields), paths)
+    rooted = parse_settings(json.dumps(fields | {"use_rslora": True}), paths)
+    assert [plain.scaling_of(path) for path in paths] == [0.5, 2.0, 2.0]
+    assert [rooted.scaling_of(path) for path in paths] == [2.0, 4.0, 8.0]
 
 
 def reference_digest(folder: Path, scaling: float, dtype: str) -> str:
@@ -251,6 +254,11 @@ def test_a_setting_without_effect_changes_nothing(read: AdapterReader, folder: P
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"rank_pattern": {"q_proj": -1}}, "rank_pattern"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern"),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, "rank_pattern is not a regular expression"),
+        ({"rank_pattern": {"q_proj)|(v_proj": 4}}, "rank_pattern is not a regular expression"),
+        ({"target_modules": "q{99999999999}"}, "target_modules is not a regular expression"),
+        ({"target_modules": "(" * 4000 + ")" * 4000}, "target_modules has an expression of 8,000 characters"),
+        ({"target_modules": "(" * 2000 + ")" * 2000}, "target_modules is not a regular expression"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern"),
         ({"target_modules": ["q_proj"]}, "does not name"),
         ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "k_proj"),
@@ -265,6 +273,25 @@ def test_a_wrong_setting_is_told_by_its_key(
     change_config(folder, **fields)
     with pytest.raises(AdapterFileError, match=words):
         read(str(folder))
+
+
+def test_an_expression_that_would_be_matched_for_years_is_refused_in_seconds() -> None:
+    """A few characters, and `re` tries every way to cut the path into pieces."""
+    endless = "(?:[^.]+[.]?)+!"
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": endless, "exclude_modules": endless}
+    fields |= {"rank_pattern": {endless: 4}, "alpha_pattern": {endless: 4}}
+    own_s, others_s = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(UnsupportedAdapterError, match="take more than 2 s to match"):
+        parse_settings(json.dumps(fields), ["model.layers." + "a" * 100])
+    assert time.process_time() - own_s < 1
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - others_s < 4
+
+
+def test_patterns_have_a_number() -> None:
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q"]}
+    fields |= {"rank_pattern": {f"q{number}": 4 for number in range(4097)}}
+    with pytest.raises(UnsupportedAdapterError, match="4,097 patterns, at most 4,096"):
+        parse_settings(json.dumps(fields), ["q"])
 
 
 def rename(old: str, new: str) -> Any:

@@ -233,6 +233,26 @@ def test_a_penalty_on_prompt_tokens_needs_tokens(llm: LLM) -> None:
         ask(llm, {"prompt_embeds": rows(1, 3)}, SamplingParams(repetition_penalty=1.1))
 
 
+def test_a_prompt_that_was_read_for_other_blocks_is_refused(module: Any, llm: LLM) -> None:
+    """Its keys would enter later blocks than the rows that they are about: other rows would be found."""
+    small, large = llm, LLM(module, num_blocks=64, block_size=2 * BLOCK)
+    mask, tokens = [False] * 12 + [True] * 9, ids(1, 21)
+    prompts = [
+        small.engine.read_prompt({"prompt_embeds": rows(seed, 9), "prompt_token_ids": tokens, "embeds_mask": mask})
+        for seed in (1, 2)
+    ]
+    assert [key.block_index for key in prompts[0].extra_keys] == [1, 2]
+    for prompt in prompts:
+        with pytest.raises(
+            InvalidParameterError, match="read for blocks of 8 tokens, and this engine has blocks of 16"
+        ):
+            large.engine.add_request("a", prompt, PARAMS)
+        small.engine.add_request("a", prompt, PARAMS)
+        while small.engine.has_unfinished:
+            outputs = small.engine.step()
+        assert outputs[-1].output.num_cached_tokens == (8 if prompt is prompts[1] else 0)
+
+
 def test_the_callers_tensor_may_change_afterwards(llm: LLM, reference: Any) -> None:
     given = rows(1, 9)
     prompt = {"prompt_embeds": given.clone()}

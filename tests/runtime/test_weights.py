@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +192,39 @@ def test_engines_that_share_the_module_refuse_to_mix_and_go_on_when_told(module:
     one.update_weights(scaled())
     assert ask(one).num_cached_tokens == 0
     assert [ask(each).error for each in (one, other)] == [None, None]
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_weights_are_changed_between_two_steps_of_an_engine_beside_it_never_within_one(
+    module: Any, fast_forward: bool
+) -> None:
+    one, other = make_llm(module, fast_forward=fast_forward), make_llm(module)
+    executor = one.engine._executor
+    forward, begun, go_on = executor._forward, threading.Event(), threading.Event()
+
+    def paused(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return forward(*args)
+
+    executor._forward = paused
+    one.engine.add_request("r", PROMPT, PARAMS)
+    steps: list[Any] = []
+    stepping = threading.Thread(target=lambda: steps.extend(one.engine.step()))
+    changing = threading.Thread(target=lambda: other.update_weights(scaled()))
+    stepping.start()
+    assert begun.wait(30)
+    changing.start()
+    changing.join(0.3)
+    assert changing.is_alive()
+    go_on.set()
+    stepping.join(30)
+    changing.join(30)
+    assert not stepping.is_alive() and not changing.is_alive()
+    reference = SimpleNamespace(token_ids=list(steps[0].token_ids), logprobs=steps[0].logprobs)
+    assert deviation(make_tiny_llama(), SimpleNamespace(outputs=[reference])) < TOLERANCE  # purely the old
+    (last,) = one.engine.step()
+    assert "another engine" in str(last.output.error)
 
 
 @pytest.fixture

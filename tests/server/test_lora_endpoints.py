@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from server_world import Live, cached, chunks, serving
 from tiny_llama import ids
 
 from anaphora.cli.main import main
+from anaphora.engine.async_engine import AsyncEngine, NewRequest
+from anaphora.errors import EngineStoppedError
+from anaphora.sampling_params import SamplingParams
 from anaphora.server.tenants import ApiKeys, Caller
 
 PROMPT = ids(2200, 69)
@@ -114,8 +119,8 @@ def test_replaced_and_unloaded_while_it_runs(live_lora: Live, folders: dict[str,
         (LOAD, {"lora_name": "tiny", "lora_path": "{one}"}, "lora_name", "invalid_value", 400),
         (LOAD, {"lora_name": "", "lora_path": "{one}"}, "lora_name", "invalid_value", 400),
         (LOAD, {"lora_name": "a\n", "lora_path": "{one}"}, "lora_name", "invalid_value", 400),
-        (LOAD, {"lora_name": "a", "lora_path": ""}, "lora_path", "invalid_value", 400),
-        (LOAD, {"lora_name": "a", "lora_path": "a\0"}, "lora_path", "invalid_value", 400),
+        (LOAD, {"lora_name": "a", "lora_path": ""}, "lora_path", "invalid_adapter", 400),
+        (LOAD, {"lora_name": "a", "lora_path": "a\0"}, "lora_path", "invalid_adapter", 400),
         (LOAD, {"lora_name": "a"}, "lora_path", "invalid_type", 400),
         (LOAD, {"lora_name": 1, "lora_path": "{one}"}, "lora_name", "invalid_type", 400),
         (LOAD, {"lora_name": "a", "lora_path": "{one}", "load_inplace": 1}, "load_inplace", "invalid_type", 400),
@@ -163,6 +168,71 @@ def test_no_room_and_changed_files_are_told(
         assert str(tmp_path) not in str(error)  # who calls is not told where files lie
         assert live.generate(PROMPT, model="one")["model"] == "one"
         assert live.live_blocks() == 0
+
+
+def test_an_adapter_that_left_memory_is_read_once_while_others_are_served(
+    make_engine: Any, folders: dict[str, Path]
+) -> None:
+    """Six ask for it at once; until the disk has answered, who needs no adapter gets its reply."""
+    engine = make_engine(max_loras=1)
+    reading, disk, num_reads = threading.Event(), threading.Event(), []
+    read = engine.reread_adapter
+
+    def slow(info: Any) -> Any:
+        num_reads.append(info.name)
+        reading.set()
+        assert disk.wait(30)
+        return read(info)
+
+    engine.reread_adapter = slow
+    with serving(engine) as live, ThreadPoolExecutor(6) as pool:
+        load(live, "one", folders["one"])
+        expected = text(live.generate(PROMPT, model="one"))
+        load(live, "two", folders["two"])  # one goes
+        waiting = [pool.submit(live.generate, PROMPT, model="one") for _ in range(6)]
+        assert reading.wait(30)
+        assert live.generate(PROMPT)["usage"]["completion_tokens"] == 8
+        assert not any(reply.done() for reply in waiting)
+        disk.set()
+        assert {text(reply.result()) for reply in waiting} == {expected}
+        assert num_reads == ["one"]
+        assert live.live_blocks() == 0
+
+
+def test_who_leaves_while_its_adapter_is_read_leaves_nothing(make_engine: Any, folders: dict[str, Path]) -> None:
+    engine = make_engine(max_loras=1)
+    for name in folders:
+        engine.load_adapter(name, folders[name])
+    disk, read = threading.Event(), engine.reread_adapter
+    engine.reread_adapter = lambda info: disk.wait(30) and read(info)
+
+    async def main() -> None:
+        service = AsyncEngine(engine)
+        service.start()
+        try:
+            group = service.submit([NewRequest(PROMPT, SamplingParams(max_tokens=300), adapter="one")])
+            await asyncio.sleep(0.05)
+            group.close()
+            disk.set()
+            with pytest.raises(EngineStoppedError, match="closed"):
+                await group.accepted()
+            other = service.submit([NewRequest(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), adapter="one")])
+            await other.accepted()
+            while await other.receive():
+                pass
+            assert (service.stats.counters.num_finished_requests, service.num_unfinished) == (1, 0)
+        finally:
+            await service.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_error_names_its_field_whatever_is_in_it(live_lora: Live, folders: dict[str, Path]) -> None:
+    """A name may hold the word folder, and a path the word name."""
+    for name in ("a\n", "folder\n"):
+        assert load(live_lora, name, folders["one"], 400)["error"]["param"] == "lora_name"
+    for path in ("name\0", "/no/name"):
+        assert load(live_lora, "folder", Path(path), 400)["error"]["param"] == "lora_path"
 
 
 def test_only_an_admin_loads_and_everybody_uses(make_engine: Any, folders: dict[str, Path]) -> None:

@@ -86,7 +86,7 @@ def test_requests_that_run_together_replay_to_the_same_hits(tmp_path: Path, seed
     """All at once through the real scheduler, with chunks, preemptions and evictions: timed, plan for plan."""
     draw = random.Random(seed)
     engine, _, clock = make_engine(num_blocks=num_blocks, max_num_batched_tokens=24, max_num_seqs=6)
-    engine.recorder = TraceRecorder(tmp_path / "t", block_size=4, root=engine.root, start_s=clock())
+    engine.recorder = TraceRecorder(tmp_path / "t", block_size=4, start_s=clock())
     stems = [[draw.randrange(200) for _ in range(draw.randrange(4, 60))] for _ in range(4)]
     for number in range(30):
         prompt = draw.choice(stems) + [draw.randrange(200) for _ in range(draw.randrange(1, 20))]

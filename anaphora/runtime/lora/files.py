@@ -44,7 +44,8 @@ class AdapterReader:
         """Raises AdapterFileError, UnsupportedAdapterError."""
         targets = self._find_targets()
         with errors_about(folder):
-            settings = read_settings(folder, max_rank=self._max_rank)
+            paths = [name for name, _ in self._module.named_modules()]
+            settings = read_settings(folder, paths, max_rank=self._max_rank)
             num_features = sum(layer.in_features + layer.out_features for layer in targets.values())
             largest = _MAX_HEADER_BYTES + _WIDEST_ITEM * self._max_rank * num_features
             tensors = _tensors(read_file(Path(folder) / WEIGHTS_FILE, largest))

@@ -6,7 +6,7 @@ Knows the two files that PEFT writes; must not know tensors or models.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 def check_folder(folder: str, *, max_rank: int) -> None:
     """Refuse early what no model could take. Raises AdapterFileError, UnsupportedAdapterError."""
     with errors_about(folder):
-        read_settings(folder, max_rank=max_rank)
+        read_settings(folder, (), max_rank=max_rank)
 
 
 @contextmanager
@@ -33,15 +33,19 @@ def errors_about(folder: str) -> Iterator[None]:
         raise type(error)(f"the adapter in {folder} cannot be used: {error}") from error
 
 
-def read_settings(folder: str, *, max_rank: int) -> AdapterSettings:
-    """What the configuration says, once it is known that weights lie beside it. Raises as `check_folder`."""
+def read_settings(folder: str, paths: Sequence[str], *, max_rank: int) -> AdapterSettings:
+    """What the configuration says of the layers at these paths, once it is known that weights lie beside it.
+
+    Raises AdapterFileError, UnsupportedAdapterError.
+    """
     path = Path(folder)
     if not os.path.isdir(path):
         raise AdapterFileError(f"there is no folder of that name: give one that holds {CONFIG_FILE}, {WEIGHTS_FILE}")
     try:
-        settings = parse_settings(read_file(path / CONFIG_FILE, _MAX_CONFIG_BYTES).decode("utf-8"))
+        text = read_file(path / CONFIG_FILE, _MAX_CONFIG_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise AdapterFileError(f"{CONFIG_FILE} is not UTF-8: {error}") from error
+    settings = parse_settings(text, paths)
     rank = max(settings.rank, *settings.rank_pattern.values(), 0)
     if rank > max_rank:
         raise UnsupportedAdapterError(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from anaphora.errors import AdapterFileError, UnsupportedAdapterError
+from anaphora.runtime.lora.expressions import check_expression, match_all
 
 _T = TypeVar("_T", int, float)
 
@@ -70,11 +70,12 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """The part of a LoRA configuration that says what is computed.
+    """The part of a LoRA configuration that says what is computed, for the layers at some paths.
 
     targets: names (a layer's path, or the end of it after a dot), a regular expression for whole paths, or None for
     every linear layer but the head. excluded: the same, and None for none. layer_indices: of the layers that are
-    changed, None for all; layer_lists: names of the module lists that they count in, empty for any.
+    changed, None for all; layer_lists: names of the module lists that they count in, empty for any. rank_pattern,
+    alpha_pattern: by expression for whole paths. matched: of every expression here, the paths that it matches.
     """
 
     rank: int
@@ -86,22 +87,23 @@ class AdapterSettings:
     layer_lists: tuple[str, ...]
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    matched: Mapping[str, frozenset[str]]
 
     def changes(self, path: str) -> bool:
         """Whether a linear layer at this path is a target."""
-        if self.excluded is not None and _is_named(path, self.excluded):
+        if self.excluded is not None and self._is_named(path, self.excluded):
             return False
-        if self.targets is not None and not _is_named(path, self.targets):
+        if self.targets is not None and not self._is_named(path, self.targets):
             return False
         return self.layer_indices is None or self._layer_index(path) in self.layer_indices
 
     def rank_of(self, path: str) -> int:
-        return _by_pattern(path, self.rank_pattern, self.rank)
+        return self._by_pattern(path, self.rank_pattern, self.rank)
 
     def scaling_of(self, path: str) -> float:
         """What the product of the two matrices is multiplied with."""
         rank = self.rank_of(path)
-        return _by_pattern(path, self.alpha_pattern, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
+        return self._by_pattern(path, self.alpha_pattern, self.alpha) / (math.sqrt(rank) if self.uses_rslora else rank)
 
     def _layer_index(self, path: str) -> int | None:
         parts = path.split(".")
@@ -112,23 +114,21 @@ class AdapterSettings:
         ]
         return found[-1] if found else None
 
+    def _is_named(self, path: str, names: frozenset[str] | str) -> bool:
+        if isinstance(names, str):
+            return path in self.matched[names]
+        return path in names or any(path.endswith(f".{name}") for name in names)
 
-def _is_named(path: str, names: frozenset[str] | str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
-    return path in names or any(path.endswith(f".{name}") for name in names)
-
-
-def _by_pattern(path: str, patterns: Mapping[str, _T], default: _T) -> _T:
-    """The value of the first pattern that is this path, or the end of it after a dot."""
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", path):
-            return value
-    return default
+    def _by_pattern(self, path: str, patterns: Mapping[str, _T], default: _T) -> _T:
+        """The value of the first pattern that matches this path."""
+        return next((value for pattern, value in patterns.items() if path in self.matched[pattern]), default)
 
 
-def parse_settings(text: str) -> AdapterSettings:
-    """Read an `adapter_config.json`. Raises AdapterFileError, UnsupportedAdapterError."""
+def parse_settings(text: str, paths: Sequence[str]) -> AdapterSettings:
+    """Read an `adapter_config.json`. paths: of the layers that will be asked about.
+
+    Raises AdapterFileError, UnsupportedAdapterError.
+    """
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -136,17 +136,22 @@ def parse_settings(text: str) -> AdapterSettings:
     if not isinstance(fields, dict):
         raise AdapterFileError("adapter_config.json must be a JSON object")
     _refuse_unsupported(fields)
-    layer_indices = _layer_indices(fields.get("layers_to_transform"))
+    targets = _targets(fields.get("target_modules"))
+    excluded = None if not fields.get("exclude_modules") else _names("exclude_modules", fields["exclude_modules"])
+    rank_pattern = {key: _rank("rank_pattern", value) for key, value in _patterns(fields, "rank_pattern")}
+    alpha_pattern = {key: _number("alpha_pattern", value) for key, value in _patterns(fields, "alpha_pattern")}
+    expressions = [*rank_pattern, *alpha_pattern, *(names for names in (targets, excluded) if isinstance(names, str))]
     return AdapterSettings(
         rank=_rank("r", fields.get("r")),
         alpha=_number("lora_alpha", fields.get("lora_alpha")),
         uses_rslora=_flag("use_rslora", fields.get("use_rslora", False)),
-        targets=_targets(fields.get("target_modules")),
-        excluded=None if not fields.get("exclude_modules") else _names("exclude_modules", fields["exclude_modules"]),
-        layer_indices=layer_indices,
+        targets=targets,
+        excluded=excluded,
+        layer_indices=_layer_indices(fields.get("layers_to_transform")),
         layer_lists=_layer_lists(fields.get("layers_pattern")),
-        rank_pattern={key: _rank("rank_pattern", value) for key, value in _patterns(fields, "rank_pattern")},
-        alpha_pattern={key: _number("alpha_pattern", value) for key, value in _patterns(fields, "alpha_pattern")},
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        matched=match_all(list(dict.fromkeys(expressions)), paths),
     )
 
 
@@ -198,25 +203,25 @@ def _targets(value: Any) -> frozenset[str] | str | None:
 def _names(name: str, value: Any) -> frozenset[str] | str:
     """A list of names, or one regular expression."""
     if isinstance(value, str) and value:
-        return _expression(name, value)
+        check_expression(name, value)
+        return value
     if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
         raise AdapterFileError(f"{name} must be a list of names or a regular expression, got {str(value)[:80]}")
     return frozenset(value)
 
 
-def _expression(name: str, value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise AdapterFileError(f"{name} is not a regular expression: {error}") from error
-    return value
-
-
 def _patterns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    """Each pattern as an expression for whole paths: it is a path, or the end of one after a dot."""
     value = fields.get(name) or {}
     if not isinstance(value, dict):
         raise AdapterFileError(f"{name} must be an object, got {str(value)[:80]}")
-    return [(_expression(name, key), one) for key, one in value.items()]
+    patterns = []
+    for key, one in value.items():
+        check_expression(name, key)
+        whole = rf"(?:.*\.)?(?:{key})"
+        check_expression(name, whole)  # flags may stand at the beginning only
+        patterns.append((whole, one))
+    return patterns
 
 
 def _layer_indices(value: Any) -> frozenset[int] | None:
