@@ -63,7 +63,7 @@ class EngineConfig:
     max_images, max_image_bytes, max_image_pixels: images in one prompt; bytes of one file; width times height of one.
     feature_cache_bytes: memory for what the vision encoder has made of images, so that the same image is not encoded
         again; what a step needs comes on top.
-    fast_forward: run a decoder of the Llama type in a loop of our own, and on a CPU steps of few tokens in compiled
+    fast_forward: run a decoder of a known structure in a loop of our own, and on a CPU steps of few tokens in compiled
         kernels (the `cpu` extra), if it gives the module's own results when it is loaded; off runs every model through
         the layers of `transformers`.
     reproducible: give a request the same logprobs, bit for bit, whatever is cached, chunked, preempted or batched with

@@ -7,61 +7,85 @@ what is done to the weights between steps is seen. Imports Numba: import it only
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
+from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
+from anaphora.runtime.addresses import WeightAddresses
 from anaphora.runtime.attention import PagedContext
-from anaphora.runtime.chunks import cut_into_chunks
-from anaphora.runtime.decoder import Decoder, DecoderLayer, NotRecognisedError, Parameters
+from anaphora.runtime.chunks import cut_into_chunks, join
+from anaphora.runtime.crowding import Crowding
+from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations
+from anaphora.runtime.decoder import tensor as _tensor
 from anaphora.runtime.kernels import barrier, step, tiles
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS, TILE_QUERIES
 from anaphora.runtime.threads import ThreadTeam
 
-ALIGNMENT_BYTES = 64
-"""Every size along which a kernel sums must be a multiple of this many bytes of elements."""
+TILE_MULTIPLE = 32
+"""Every size along which the tile unit sums must be a multiple of this; vectors take any, and heads of 16, 32, ... ."""
 
 # Up to where a step of the kernels takes less time than one of torch: measured, see docs/log.md.
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
 MAX_TOKENS_TILES = 256
 
+# Up to where vectors, which read a weight in the order in which it lies, take less time than tiles: measured as well. A
+# token alone in its step and the same token in company differ by rounding then, so a reproducible step has none.
+MAX_TOKENS_VECTORS = 1
+
 
 class CpuStep:
-    """Runs steps of few tokens of one decoder, with as many threads as torch has.
+    """Runs steps of few tokens of one decoder, with as many threads as torch has, or fewer while the cores are busy.
 
+    kinds: what the layers of each group see.
     reproducible_tokens: None, or how many tokens a step has at most, each of which gets the same bits whatever else is
-        in the step: attention then never chooses its way by how many queries share a chunk.
+        in the step: no way is then chosen by how many tokens there are, or queries that share a chunk.
     max_tokens: beyond them torch's matrix products are the faster ones, or the buffers end.
     Raises NotRecognisedError if the kernels cannot run this decoder.
     """
 
     def __init__(
-        self, decoder: Decoder, num_heads: int, num_kv_heads: int, *, reproducible_tokens: int | None = None
+        self,
+        decoder: Decoder,
+        num_heads: int,
+        num_kv_heads: int,
+        kinds: Sequence[AttentionKind] = (FullAttention(),),
+        *,
+        reproducible_tokens: int | None = None,
     ) -> None:
-        weight = _tensor(decoder.layers[0].gate)
+        mlp = decoder.layers[0].mlp
+        if not isinstance(mlp, GatedMlp):
+            raise NotRecognisedError(f"its MLP is a {type(mlp).__name__}")
+        weight = _tensor(mlp.gate)
         self._mlp_size, self._hidden_size = weight.shape
         self._vocab_size = _tensor(decoder.head).shape[0]
         self._dtype = weight.dtype
         self._decoder = decoder
+        self._kinds = tuple(kinds)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._numbers = _numbers(decoder)
+        self.addresses = WeightAddresses(decoder)
         self._check(decoder)
-        self._use_tiles = self._dtype == torch.bfloat16 and step.has_tile_unit() and tiles_allowed()
+        sizes = (self._hidden_size, self._mlp_size, decoder.head_dim)
+        in_tiles = self._dtype == torch.bfloat16 and not any(size % TILE_MULTIPLE for size in sizes)
+        self._use_tiles = in_tiles and step.has_tile_unit() and tiles_allowed()
         self.max_tokens = MAX_TOKENS_TILES if self._use_tiles else MAX_TOKENS[self._dtype]
-        self._tile_queries = TILE_QUERIES
+        self._tile_queries, self._vector_tokens = TILE_QUERIES, MAX_TOKENS_VECTORS
         if reproducible_tokens is not None:
-            self.max_tokens, self._tile_queries = reproducible_tokens, 1
+            self.max_tokens, self._tile_queries, self._vector_tokens = reproducible_tokens, 1, 0
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
         attention_size = num_heads * decoder.head_dim
-        largest = max(self._hidden_size, self._mlp_size, attention_size)
-        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size)
+        largest = cdiv(max(self._hidden_size, self._mlp_size, attention_size), 16) * 16
+        widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._hidden_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
         self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize)
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
@@ -69,32 +93,29 @@ class CpuStep:
         self._wide = _rows(num_rows, widest)
         self._words = _rows(num_rows, self._vocab_size)
         self._partials = _Partials(num_heads, decoder.head_dim)
-        norms = [(la.input_norm, la.query_norm, la.key_norm, la.mlp_norm) for la in decoder.layers]
-        self._eps = np.array(
-            [[0.0 if norm is None else norm.eps for norm in four] for four in norms] + [[decoder.norm.eps] * 4],
-            dtype=np.float32,
-        )
         self._take_threads(torch.get_num_threads())
 
     def _take_threads(self, count: int) -> None:
         self._team = ThreadTeam(count, barrier.BARRIER_SIZE)
+        self._crowding = Crowding(count)
         self._own = _aligned(count * self._own_size)
         self._scores = np.zeros((count, self._num_heads // self._num_kv_heads * CHUNK_TOKENS), dtype=np.float32)
 
     def _check(self, decoder: Decoder) -> None:
-        sample = torch.linspace(-9, 9, 64)
-        for layer in decoder.layers:
-            if not torch.allclose(layer.activation(sample), F.silu(sample), atol=1e-6):
-                raise NotRecognisedError("its activation is not SiLU")
         if self._dtype not in (torch.bfloat16, torch.float32):
             raise NotRecognisedError(f"its weights are {self._dtype}")
-        if len({layer.scaling for layer in decoder.layers}) != 1:
-            raise NotRecognisedError("its layers scale scores differently")
-        numbers = ALIGNMENT_BYTES // self._dtype.itemsize
-        if any(size % numbers for size in (self._hidden_size, self._mlp_size, decoder.head_dim)):
-            raise NotRecognisedError(f"its sizes are no multiples of {numbers}")
-        if decoder.head_dim > 256:
-            raise NotRecognisedError("its heads are longer than 256")
+        if decoder.head_dim % 16 or decoder.head_dim > 256:
+            raise NotRecognisedError(f"its heads, of {decoder.head_dim}, are no multiple of 16 up to 256")
+        queries, keys = (count * decoder.head_dim for count in (self._num_heads, self._num_kv_heads))
+        hidden, inner = self._hidden_size, self._mlp_size
+        for layer in decoder.layers:
+            mlp: Any = layer.mlp  # that it is a gated one, `_numbers` has seen
+            parts = (layer.query, layer.key, layer.value, layer.output, mlp.gate, mlp.up, mlp.down)
+            shapes = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
+            for part, shape in zip(parts, (*shapes, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+                weight = _tensor(part)
+                if weight.shape != shape or weight.dtype != self._dtype or not weight.is_contiguous():
+                    raise NotRecognisedError("its layers' weights are not of the same sizes and dtype")
 
     def takes(self, num_tokens: int, context: object) -> bool:
         """Whether this step is one for the kernels."""
@@ -107,7 +128,7 @@ class CpuStep:
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
@@ -119,7 +140,7 @@ class CpuStep:
         self,
         number: int,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         context: PagedContext,
     ) -> torch.Tensor:
@@ -132,7 +153,7 @@ class CpuStep:
         self,
         numbers: range,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
@@ -141,54 +162,42 @@ class CpuStep:
             self._take_threads(torch.get_num_threads())
         num_tokens = hidden.shape[0]
         cache = context.cache
-        (group,) = context.groups
-        chunks = cut_into_chunks(group.calls, position_ids[0].numpy(), cache.block_size, CHUNK_TOKENS)
-        row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
-        addresses = np.array(
-            [self.addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
+        positions = position_ids[0].numpy()
+        chunks = join(
+            [
+                cut_into_chunks(group.calls, positions, cache.block_size, CHUNK_TOKENS, kind)
+                for group, kind in zip(context.groups, self._kinds, strict=True)
+            ]
         )
-        final = [_address(self._decoder.norm.parameters), _address(self._decoder.head), _bias(self._decoder.head)]
-        cos, sin = (part.float().contiguous().numpy() for part in rotations)
-        self._partials.grow(int(chunks.token_partials[-1]))
+        row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
+        addresses, final = self.addresses.now(context)
+        layers = slice(numbers.start, numbers.stop)
+        cos, sin = (torch.stack(parts).float().numpy() for parts in zip(*rotations, strict=True))
+        self._partials.grow(int(chunks.token_partials[:, -1].max()))
         normed = torch.empty_like(hidden)
         logits = hidden.new_empty((keep.shape[0], self._vocab_size))
         sizes = [num_tokens, self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, self._vocab_size]
-        team = self._team
+        use_tiles = self._use_tiles and num_tokens > self._vector_tokens
+        team, num_threads = self._team, self._crowding.num_threads
         buffers = [
             hidden.data_ptr(), self._shared.ctypes.data, self._queries.ctypes.data, normed.data_ptr(),
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            team.num_threads, addresses, np.array([*sizes, self._use_tiles, self._tile_queries], dtype=np.int64),
-            self._eps[[*numbers, -1]],
-            np.float32(self._decoder.layers[0].scaling), cos, sin, group.slot_mapping.numpy(), chunks.items,
-            chunks.slots * row_bytes, chunks.tokens, chunks.visible, chunks.partials, chunks.token_partials,
-            keep.numpy(), np.array(final, dtype=np.int64), np.array(buffers, dtype=np.int64), self._own.ctypes.data,
-            self._own_size, self._configuration.ctypes.data, self._wide, self._words, self._scores, self._partials.tops,
-            self._partials.sums, self._partials.values, self._head_dim, self._element,
+            num_threads, addresses[layers], np.array([*sizes, use_tiles, self._tile_queries], dtype=np.int64),
+            self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
+            chunks.groups, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first, chunks.visible,
+            chunks.partials, chunks.token_partials, keep.numpy(), final,
+            np.array(buffers, dtype=np.int64), self._own.ctypes.data, self._own_size,
+            self._configuration.ctypes.data, self._wide, self._words, self._scores,
+            self._partials.tops, self._partials.sums, self._partials.values, self._head_dim, self._element,
         )  # fmt: skip
-        team.run(lambda thread: step.run_step(thread, *arguments), self._abandon)
+        share = team.run(lambda thread: step.run_step(thread, *arguments), self._abandon, num_threads)
+        self._crowding.note(share)
         return logits, normed
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
-
-    def addresses(self, layer: DecoderLayer, context: PagedContext) -> list[int]:
-        """A layer's row of the kernels' table of addresses."""
-        pool = context.layers[layer.attention.layer_idx]  # type: ignore[index]
-        query_norm, key_norm = layer.query_norm, layer.key_norm
-        linears = (layer.query, layer.key, layer.value, layer.output)
-        mlp = (layer.gate, layer.up, layer.down)
-        return [
-            _address(layer.input_norm.parameters),
-            *(pointer for part in linears for pointer in (_address(part), _bias(part))),
-            0 if query_norm is None else _address(query_norm.parameters),
-            0 if key_norm is None else _address(key_norm.parameters),
-            _address(layer.mlp_norm.parameters),
-            *(pointer for part in mlp for pointer in (_address(part), _bias(part))),
-            context.cache.keys[pool].data_ptr(),
-            context.cache.values[pool].data_ptr(),
-        ]
 
 
 def tiles_allowed() -> bool:
@@ -228,17 +237,29 @@ class _Partials:
             self.values = np.zeros((count, *self.values.shape[1:]), dtype=np.float32)
 
 
-def _tensor(parameters: Parameters) -> torch.Tensor:
-    weight = parameters["weight"]
-    if weight is None:
-        raise NotRecognisedError("a weight is missing")
-    return weight
+def _numbers(decoder: Decoder) -> npt.NDArray[np.float32]:
+    """See step.run_step. Raises NotRecognisedError."""
+    table = np.zeros((len(decoder.layers) + 1, step.NUM_NUMBERS), dtype=np.float32)
+    for row, layer in zip(table, decoder.layers, strict=False):
+        norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.attention_norm, layer.mlp_norm)
+        for column, norm in zip(range(0, 12, 2), (*norms, layer.mlp_out_norm), strict=True):
+            if norm is not None:
+                row[column : column + 2] = norm.eps, norm.offset
+        row[step.N_SCALE], row[step.N_SOFT_CAP] = layer.scaling, layer.soft_cap or 0
+        if not isinstance(layer.mlp, GatedMlp):
+            raise NotRecognisedError(f"its MLP is a {type(layer.mlp).__name__}")
+        row[step.N_GATE_LINEAR], row[step.N_GATE_CUBIC] = _gate(layer.mlp.activation)
+    table[-1, :2] = decoder.norm.eps, decoder.norm.offset
+    table[-1, step.N_SOFT_CAP] = decoder.soft_cap or 0
+    return table
 
 
-def _address(parameters: Parameters) -> int:
-    return _tensor(parameters).data_ptr()
-
-
-def _bias(parameters: Parameters) -> int:
-    bias = parameters.get("bias")
-    return 0 if bias is None else bias.data_ptr()
+def _gate(activation: torch.nn.Module) -> tuple[float, float]:
+    """Factors of an activation x × sigmoid(a × x + b × x³). Raises NotRecognisedError if it is another one."""
+    sample = torch.linspace(-9, 9, 64)
+    slope = 2 * math.sqrt(2 / math.pi)
+    for linear, cubic in ((1.0, 0.0), (slope, 0.044715 * slope)):
+        expected = sample * torch.sigmoid(linear * sample + cubic * sample**3)
+        if torch.allclose(activation(sample), expected, atol=1e-6):
+            return linear, cubic
+    raise NotRecognisedError("its activation is neither SiLU nor GELU in its tanh form")

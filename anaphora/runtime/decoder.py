@@ -1,27 +1,31 @@
-"""A decoder of the Llama type, seen in a loaded module by its structure, and run layer by layer without the library.
+"""A decoder in parts, run layer by layer without the library.
 
-    embedding -> layers -> norm -> head
-    layer: norm -> q, k, v -> (norm of q, k) -> rotary -> attention -> o -> + -> norm -> MLP -> +
+    embedding (× scale) -> layers -> norm -> head (soft cap)
+    layer: norm -> q, k, v -> (norm of q, k) -> rotary -> attention -> o -> (norm) -> + -> norm -> MLP -> (norm) -> +
 
-Knows which submodules such a decoder has and what it computes with them; knows nothing of plans, and of the pool only
-the attention context. No names of classes are asked for: what has these parts and no others is a candidate, and
-`anaphora.runtime.fast_forward` takes it only if it gives the module's own results. Weights are the module's own, read
-anew at every step, so that an update in place, or a parameter put in the place of another, takes effect at once.
+Knows which parts such a decoder has and what it computes with them; knows nothing of plans, and of the pool only the
+attention context. `anaphora.runtime.recogniser` finds the parts in a module, and `anaphora.runtime.fast_forward` takes
+them only if they give the module's own results. Weights are the module's own, read anew at every step, so that an
+update in place, or a parameter put in the place of another, takes effect at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from anaphora.runtime.attention import AttentionContext
 
 Parameters = dict[str, torch.nn.Parameter | None]
 """A submodule's own parameters by name: the dictionary that it keeps, not a copy."""
+
+NO_ROTATION = "none"
+"""In the place of a layer type: queries and keys stay as they are."""
+
+Rotations = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""For each rotary embedding, cosines and signed sines [T, head_dim]; see Decoder.rotations."""
 
 
 class NotRecognisedError(Exception):
@@ -30,28 +34,17 @@ class NotRecognisedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
+    """RMS norm. offset: what is added to the weight: 0, or 1 where weights are kept as their distance from 1."""
+
     parameters: Parameters
     eps: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer's parts. Linear parts are their parameters: `weight` [out, in], `bias` [out] or None.
+class GatedMlp:
+    """down(activation(gate(x)) × up(x)). Linear parts as in a layer."""
 
-    attention: the module itself, which attention contexts know by its `layer_idx`.
-    activation: of the gate.
-    """
-
-    attention: torch.nn.Module
-    scaling: float
-    input_norm: Norm
-    query: Parameters
-    key: Parameters
-    value: Parameters
-    output: Parameters
-    query_norm: Norm | None
-    key_norm: Norm | None
-    mlp_norm: Norm
     gate: Parameters
     up: Parameters
     down: Parameters
@@ -59,38 +52,86 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's parts. Linear parts are their parameters: `weight` [out, in], `bias` [out] or None.
+
+    attention: the module itself, which attention contexts know by its `layer_idx`.
+    soft_cap: of scores. sinks: one more score for each head, in the attention's parameters under this name.
+    rotary: the number of its rotary embedding.
+    attention_norm, mlp_out_norm: of what attention and MLP give, before it is added.
+    mlp: a module where it is no gated one (experts): it is called as it is.
+    """
+
+    attention: torch.nn.Module
+    scaling: float
+    soft_cap: float | None
+    sinks: str | None
+    rotary: int
+    input_norm: Norm
+    query: Parameters
+    key: Parameters
+    value: Parameters
+    output: Parameters
+    query_norm: Norm | None
+    key_norm: Norm | None
+    attention_norm: Norm | None
+    mlp_norm: Norm
+    mlp: GatedMlp | torch.nn.Module
+    mlp_out_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
-    """A causal LM's parts. head_dim: of queries, keys and values. embedding, head: `weight` [vocab, hidden]."""
+    """A causal LM's parts. head_dim: of queries, keys and values. embedding, head: `weight` [vocab, hidden].
+
+    scales: the buffers of the embedding, of which `embed_scale`, if there, multiplies what it gives.
+    layer_types: what the rotary module is asked for, for each rotary embedding; None where it has only one; or
+        NO_ROTATION.
+    soft_cap: of logits.
+    """
 
     layers: tuple[DecoderLayer, ...]
     head_dim: int
     embedding: Parameters
+    scales: dict[str, torch.Tensor | None]
     rotary: torch.nn.Module
+    layer_types: tuple[str | None, ...]
     norm: Norm
     head: Parameters
+    soft_cap: float | None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, hidden]."""
-        return F.embedding(token_ids, _weight(self.embedding))
+        weight = tensor(self.embedding)
+        scale = self.scales.get("embed_scale")
+        hidden = F.embedding(token_ids, weight)
+        return hidden if scale is None else hidden * scale.to(weight.dtype)
 
-    def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [T, head_dim] of positions [1, T].
+    def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotations:
+        """Cosines and signed sines of positions [1, T].
 
         A vector x turns into `cos * x + sin * (x with its halves swapped)`.
         """
-        cos, sin = self.rotary(hidden.unsqueeze(0), position_ids=position_ids)
-        if cos.shape != (1, hidden.shape[0], self.head_dim):
-            raise NotRecognisedError(f"its rotary embedding turns {cos.shape[-1]} of {self.head_dim} dimensions")
-        sin = sin[0].clone()
-        sin[:, : self.head_dim // 2].neg_()
-        return cos[0], sin
+        found = []
+        for layer_type in self.layer_types:
+            if layer_type == NO_ROTATION:
+                still = hidden.new_ones((hidden.shape[0], self.head_dim))
+                found.append((still, torch.zeros_like(still)))
+                continue
+            more = {} if layer_type is None else {"layer_type": layer_type}
+            cos, sin = (part[0] for part in self.rotary(hidden.unsqueeze(0), position_ids=position_ids, **more))
+            half = self.head_dim // 2
+            if cos.shape == (hidden.shape[0], half):
+                cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+            if cos.shape != (hidden.shape[0], self.head_dim):
+                raise NotRecognisedError(f"its rotary embedding turns {cos.shape[-1]} of {self.head_dim} dimensions")
+            sin = sin.clone()
+            sin[:, :half].neg_()
+            found.append((cos, sin))
+        return tuple(found)
 
     def run_layer(
-        self,
-        layer: DecoderLayer,
-        hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
-        context: AttentionContext,
+        self, layer: DecoderLayer, hidden: torch.Tensor, rotations: Rotations, context: AttentionContext
     ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], in the memory of the argument."""
         shape = (hidden.shape[0], -1, self.head_dim)
@@ -104,53 +145,54 @@ class Decoder:
             key = normalise(key, layer.key_norm)
         attended = context.attend(
             layer.attention,
-            _rotate(query, rotations).transpose(0, 1).unsqueeze(0),
-            _rotate(key, rotations).transpose(0, 1).unsqueeze(0),
+            _rotate(query, rotations[layer.rotary]).transpose(0, 1).unsqueeze(0),
+            _rotate(key, rotations[layer.rotary]).transpose(0, 1).unsqueeze(0),
             value.transpose(0, 1).unsqueeze(0),
             scaling=layer.scaling,
+            softcap=layer.soft_cap,
+            s_aux=None if layer.sinks is None else layer.attention._parameters[layer.sinks],
         )
-        hidden += project(attended.reshape(hidden.shape[0], -1), layer.output)
-        normed = normalise(hidden, layer.mlp_norm)
-        gate = layer.activation(project(normed, layer.gate))
-        hidden += project(gate.mul_(project(normed, layer.up)), layer.down)
+        attended = project(attended.reshape(hidden.shape[0], -1), layer.output)
+        hidden += attended if layer.attention_norm is None else normalise(attended, layer.attention_norm)
+        return self.run_mlp(layer, hidden)
+
+    def run_mlp(self, layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """The second half of a layer: [T, hidden] -> [T, hidden], in the memory of the argument."""
+        normed, mlp = normalise(hidden, layer.mlp_norm), layer.mlp
+        if isinstance(mlp, GatedMlp):
+            gate = mlp.activation(project(normed, mlp.gate))
+            added = project(gate.mul_(project(normed, mlp.up)), mlp.down)
+        else:
+            output = mlp(normed.unsqueeze(0))
+            added = (output[0] if isinstance(output, tuple) else output).view_as(hidden)
+        hidden += added if layer.mlp_out_norm is None else normalise(added, layer.mlp_out_norm)
         return hidden
 
-
-def recognise(module: PreTrainedModel) -> Decoder:
-    """The parts of a causal LM of this type. Raises NotRecognisedError."""
-    model: Any = module
-    decoder = model.get_decoder()
-    _has_parts(module, required={_name_of(module, decoder), "lm_head"})
-    _has_parts(decoder, required={"embed_tokens", "layers", "norm", "rotary_emb"})
-    if type(decoder.embed_tokens) is not torch.nn.Embedding or decoder.embed_tokens.max_norm is not None:
-        raise NotRecognisedError(f"its embed_tokens is a {type(decoder.embed_tokens).__name__}")
-    if type(decoder.layers) is not torch.nn.ModuleList or len(decoder.layers) == 0:
-        raise NotRecognisedError("its layers are not a list of modules")
-    head_dims = {getattr(layer.self_attn, "head_dim", None) for layer in decoder.layers if hasattr(layer, "self_attn")}
-    head_dim = head_dims.pop() if len(head_dims) == 1 else None
-    if not isinstance(head_dim, int) or head_dim % 2:
-        raise NotRecognisedError("its layers have no one head_dim")
-    patched = [name for name, part in module.named_modules() if "forward" in vars(part)]
-    if patched:
-        raise NotRecognisedError(f"the forward of its {patched[0] or 'outermost module'} is replaced")
-    return Decoder(
-        layers=tuple(_layer(layer, head_dim) for layer in decoder.layers),
-        head_dim=head_dim,
-        embedding=decoder.embed_tokens._parameters,
-        rotary=decoder.rotary_emb,
-        norm=_norm(decoder.norm),
-        head=_linear(model.lm_head),
-    )
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] after the last norm -> [n, vocab]."""
+        logits = project(hidden, self.head)
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
 
 def normalise(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
     """RMS norm over the last dimension."""
-    weight = _weight(norm.parameters)
-    return F.rms_norm(hidden, weight.shape, weight, norm.eps)
+    weight = tensor(norm.parameters)
+    if norm.offset == 0:
+        return F.rms_norm(hidden, weight.shape, weight, norm.eps)
+    # In float32: a sum of 1 and a weight that is near it would lose the weight's last bits.
+    return F.rms_norm(hidden.float(), weight.shape, weight.float() + norm.offset, norm.eps).to(hidden.dtype)
 
 
 def project(hidden: torch.Tensor, linear: Parameters) -> torch.Tensor:
-    return F.linear(hidden, _weight(linear), linear.get("bias"))
+    return F.linear(hidden, tensor(linear), linear.get("bias"))
+
+
+def tensor(parameters: Parameters) -> torch.Tensor:
+    """The weight. Raises NotRecognisedError if it is gone."""
+    weight = parameters["weight"]
+    if weight is None:
+        raise NotRecognisedError("a weight is missing")
+    return weight
 
 
 def _rotate(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -158,74 +200,3 @@ def _rotate(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) -
     cos, sin = (part.unsqueeze(1) for part in rotations)
     swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
     return (heads * cos).addcmul_(swapped, sin)
-
-
-def _weight(parameters: Parameters) -> torch.Tensor:
-    weight = parameters["weight"]
-    if weight is None:
-        raise NotRecognisedError("a weight is missing")
-    return weight
-
-
-def _layer(layer: torch.nn.Module, head_dim: int) -> DecoderLayer:
-    part: Any = layer
-    _has_parts(layer, required={"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
-    attention, mlp = part.self_attn, part.mlp
-    _has_parts(attention, required={"q_proj", "k_proj", "v_proj", "o_proj"}, optional={"q_norm", "k_norm"})
-    _has_parts(mlp, required={"gate_proj", "up_proj", "down_proj", "act_fn"})
-    if any(True for _ in mlp.act_fn.parameters()):
-        raise NotRecognisedError("its activation has weights")
-    scaling, names = getattr(attention, "scaling", None), dict(attention.named_children())
-    if not isinstance(scaling, float):
-        raise NotRecognisedError("its attention has no scaling")
-    return DecoderLayer(
-        attention=attention,
-        scaling=scaling,
-        input_norm=_norm(part.input_layernorm),
-        query=_linear(attention.q_proj),
-        key=_linear(attention.k_proj),
-        value=_linear(attention.v_proj),
-        output=_linear(attention.o_proj),
-        query_norm=_norm(attention.q_norm, head_dim) if "q_norm" in names else None,
-        key_norm=_norm(attention.k_norm, head_dim) if "k_norm" in names else None,
-        mlp_norm=_norm(part.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj),
-        activation=mlp.act_fn,
-    )
-
-
-def _has_parts(
-    module: torch.nn.Module, *, required: set[str], optional: frozenset[str] | set[str] = frozenset()
-) -> None:
-    names, kind = {name for name, _ in module.named_children()}, type(module).__name__
-    if not required <= names:
-        raise NotRecognisedError(f"{kind} has no {', '.join(sorted(required - names))}")
-    others = names - required - optional | {name for name, _ in module.named_parameters(recurse=False)}
-    if others:
-        raise NotRecognisedError(f"{kind} has {', '.join(sorted(others))} besides")
-
-
-def _name_of(module: torch.nn.Module, child: torch.nn.Module) -> str:
-    for name, candidate in module.named_children():
-        if candidate is child:
-            return name
-    raise NotRecognisedError("its decoder is not a part of its outermost module")
-
-
-def _linear(module: torch.nn.Module) -> Parameters:
-    if type(module) is not torch.nn.Linear:  # quantised, adapted, fused: it may do more than multiply
-        raise NotRecognisedError(f"it has a {type(module).__name__} where a Linear is expected")
-    return module._parameters
-
-
-def _norm(module: torch.nn.Module, size: int | None = None) -> Norm:
-    name = type(module).__name__
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    names = [name for name, _ in module.named_parameters()]
-    if not isinstance(eps, float) or names != ["weight"] or any(True for _ in module.children()):
-        raise NotRecognisedError(f"its {name} is no RMS norm")
-    if size is not None and module.get_parameter("weight").shape != (size,):
-        raise NotRecognisedError(f"its {name} is not over one head")
-    return Norm(module._parameters, eps)

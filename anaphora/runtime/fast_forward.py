@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from transformers import PreTrainedModel
 
-from anaphora.core.groups import FullAttention
 from anaphora.core.ids import TokenId
 from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
-from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project, recognise
+from anaphora.runtime.decoder import Decoder, NotRecognisedError, Rotations, normalise
 from anaphora.runtime.features import InputRows
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
 from anaphora.runtime.module_watch import ModuleWatch
+from anaphora.runtime.recogniser import recognise
 
 if TYPE_CHECKING:
     from anaphora.runtime.cpu_step import CpuStep
@@ -68,7 +68,7 @@ class StepKernels(Protocol):
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
@@ -80,7 +80,7 @@ class StepKernels(Protocol):
         self,
         number: int,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         context: PagedContext,
     ) -> torch.Tensor: ...
@@ -118,7 +118,7 @@ class FastForward:
         for layer in decoder.layers:
             hidden = decoder.run_layer(layer, hidden, rotations, context)
         hidden = normalise(hidden, decoder.norm)
-        return project(hidden.index_select(0, keep), decoder.head), hidden
+        return decoder.logits(hidden.index_select(0, keep)), hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """See PagedForward."""
@@ -151,8 +151,6 @@ def few_token_kernels(
     """reproducible_tokens: see CpuStep. Raises NotRecognisedError, or ImportError where Numba is absent."""
     if module.device.type != "cpu":
         raise NotRecognisedError(f"it is on {module.device}")
-    if layout.cache.groups != (FullAttention(),):
-        raise NotRecognisedError("the kernels read every earlier token, and it has layers that do not")
     shapes = {place.shape for place in layout.places}
     if len(shapes) != 1:
         raise NotRecognisedError("its layers have keys and values of different shapes")
@@ -161,7 +159,7 @@ def few_token_kernels(
     except ImportError as error:
         raise ImportError(f"they need Numba: pip install numba ({error})") from error
     num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
-    kernels = CpuStep(decoder, num_heads, num_kv_heads, reproducible_tokens=reproducible_tokens)
+    kernels = CpuStep(decoder, num_heads, num_kv_heads, layout.cache.groups, reproducible_tokens=reproducible_tokens)
     check_parts(module, layout, decoder, kernels)
     return kernels
 
@@ -176,7 +174,7 @@ def _make_kernels(module: PreTrainedModel, layout: ModelLayout, decoder: Decoder
 
     num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, layout.places[0].shape.num_kv_heads
     try:
-        many = PanelStep(decoder, num_heads, num_kv_heads, few)
+        many = PanelStep(decoder, num_heads, num_kv_heads, few, layout.cache.groups)
         check_parts(module, layout, decoder, many)
     except NotRecognisedError as difference:
         _logger.info("%s computes long prompts by torch, which is slower: %s", type(module).__name__, difference)
@@ -193,7 +191,7 @@ def check_parts(
     One sequence is cut in two steps, packed with the other, in shuffled blocks, at both ends of the positions that are
     used. Each part is given what the module's own part got.
     """
-    lengths = (23, 18)
+    lengths = (24, 18)
     generator = torch.Generator().manual_seed(1)
     first, second = (
         [TokenId(token) for token in torch.randint(layout.vocab_size, (n,), generator=generator).tolist()]
@@ -207,7 +205,8 @@ def check_parts(
     for scheduled, rows in (
         ([probe_request(0, first[:11])], [0]),
         ([probe_request(11, first[11:22]), probe_request(0, second[:17])], [0, 1]),
-        ([probe_request(22, first[22:]), probe_request(17, second[17:])], [0, 1]),  # few enough tokens for any kernel
+        ([probe_request(22, first[22:23]), probe_request(17, second[17:])], [0, 1]),  # few enough for any kernel
+        ([probe_request(23, first[23:])], [0]),
     ):
         inputs = build_inputs(scheduled, rows, tables, layout.cache.groups, layout.dtype)
         _check_step(module, layout, decoder, kernels, inputs, own, ours)
@@ -243,7 +242,7 @@ def _check_step(
             got = decoder.run_layer(layer, before.clone(), rotations, context)
         _compare(f"layer {number}", got, after, before)
     _compare("last norm", normalise(states[-1], decoder.norm), final)
-    _compare("head", project(final, decoder.head), logits)
+    _compare("head", decoder.logits(final), logits)
 
 
 def _compare(part: str, got: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None = None) -> None:

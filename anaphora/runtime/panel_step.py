@@ -7,16 +7,19 @@ what is done to the weights between steps is seen. Imports Numba: import it only
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
+from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
 from anaphora.runtime.attention import AttentionCall, PagedContext
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
-from anaphora.runtime.decoder import Decoder, NotRecognisedError, normalise, project
+from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations, normalise, tensor
 from anaphora.runtime.kernels import barrier, panel_step, step, tiles
 from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, chunk_bytes, result_bytes
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
@@ -36,11 +39,23 @@ class PanelStep:
     Raises NotRecognisedError if this CPU or this decoder is not for it.
     """
 
-    def __init__(self, decoder: Decoder, num_heads: int, num_kv_heads: int, few_tokens: CpuStep) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_heads: int,
+        num_kv_heads: int,
+        few_tokens: CpuStep,
+        kinds: Sequence[AttentionKind] = (FullAttention(),),
+    ) -> None:
         self.max_tokens = sys.maxsize
-        weight = decoder.layers[0].gate["weight"]
-        if weight is None or weight.dtype != torch.bfloat16:
+        mlp = decoder.layers[0].mlp
+        if not isinstance(mlp, GatedMlp):
+            raise NotRecognisedError(f"its MLP is a {type(mlp).__name__}")
+        weight = tensor(mlp.gate)
+        if weight.dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
+        if more := _more_than_a_llama(decoder, mlp, kinds):
+            raise NotRecognisedError(f"it has {more}")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
         self._mlp_size, self._hidden_size = weight.shape
@@ -63,7 +78,7 @@ class PanelStep:
     def __call__(
         self,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         context: PagedContext,
@@ -71,13 +86,13 @@ class PanelStep:
         """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]."""
         last = self._run(range(len(self._decoder.layers)), hidden, rotations, position_ids, context)
         normed = normalise(last, self._decoder.norm)
-        return project(normed.index_select(0, keep), self._decoder.head), normed
+        return self._decoder.logits(normed.index_select(0, keep)), normed
 
     def run_layer(
         self,
         number: int,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         context: PagedContext,
     ) -> torch.Tensor:
@@ -88,7 +103,7 @@ class PanelStep:
         self,
         numbers: range,
         hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
+        rotations: Rotations,
         position_ids: torch.Tensor,
         context: PagedContext,
     ) -> torch.Tensor:
@@ -110,11 +125,10 @@ class PanelStep:
         if self._own.numel() < team.num_threads * own_size:
             self._own = torch.zeros(team.num_threads * own_size, dtype=torch.uint8)
         panels = _panels(hidden)
-        cos, sin = (_panels(part.float()) for part in rotations)
+        cos, sin = (_panels(part.float()) for part in rotations[0])
         queries = torch.zeros(len(panels) * self._num_heads * dim * PANEL_TOKENS, dtype=torch.bfloat16)
-        addresses = np.array(
-            [self._few_tokens.addresses(self._decoder.layers[number], context) for number in numbers], dtype=np.int64
-        )
+        addresses, _ = self._few_tokens.addresses.now(context)
+        addresses = addresses[numbers.start : numbers.stop]
         sizes = [
             num_tokens,
             self._hidden_size,
@@ -136,6 +150,31 @@ class PanelStep:
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
+
+
+def _more_than_a_llama(decoder: Decoder, mlp: GatedMlp, kinds: Sequence[AttentionKind]) -> str:
+    """What these kernels do not compute and CpuStep does; empty: nothing."""
+    sample = torch.linspace(-9, 9, 64)
+    for layer in decoder.layers:
+        norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)
+        if layer.attention_norm is not None or layer.mlp_out_norm is not None:
+            return "norms of what attention and MLP give"
+        if any(norm is not None and norm.offset for norm in norms):
+            return "norms whose weights are distances from 1"
+        if layer.soft_cap is not None or layer.sinks is not None:
+            return "soft caps or sinks"
+        if isinstance(layer.mlp, GatedMlp) and not torch.allclose(layer.mlp.activation(sample), F.silu(sample)):
+            return "another activation than SiLU"
+        if layer.scaling != decoder.layers[0].scaling:
+            return "layers that scale scores differently"
+    if tuple(kinds) != (FullAttention(),):
+        return "layers that do not see every earlier token"
+    if len(decoder.layer_types) > 1:
+        return "several rotary embeddings"
+    sizes = (*tensor(decoder.layers[0].output).shape, *tensor(mlp.gate).shape, decoder.head_dim)
+    if any(size % 32 for size in sizes):
+        return "sizes that are no multiples of 32"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,14 @@ from anaphora.errors import UnsupportedModelError
 from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
-from anaphora.runtime.decoder import Decoder, NotRecognisedError, project, recognise
+from anaphora.runtime.decoder import Decoder, NotRecognisedError, Rotations
 from anaphora.runtime.fast_forward import check_parts, few_token_kernels
 from anaphora.runtime.features import InputRows
 from anaphora.runtime.inputs import build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
 from anaphora.runtime.module_watch import ModuleWatch
+from anaphora.runtime.recogniser import recognise
 
 if TYPE_CHECKING:
     from anaphora.runtime.cpu_step import CpuStep
@@ -55,7 +56,7 @@ class ReproducibleForward:
         self._decoder = decoder
         self._kernels = kernels
         self._watch = ModuleWatch(module)
-        self._rotations: tuple[torch.Tensor, ...] = ()
+        self._rotations: Rotations = ()
 
     def __call__(
         self,
@@ -81,20 +82,21 @@ class ReproducibleForward:
         padded = hidden.new_zeros((cdiv(len(hidden), HEAD_ROWS) * HEAD_ROWS, hidden.shape[1]))
         padded[: len(hidden)] = hidden
         pieces = padded.view(-1, HEAD_ROWS, hidden.shape[1]).unbind()
-        return torch.cat([project(piece, self._decoder.head) for piece in pieces])[: len(hidden)]
+        return torch.cat([self._decoder.logits(piece) for piece in pieces])[: len(hidden)]
 
-    def _rotations_at(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotations_at(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotations:
         """Rows of a table: torch's cosine of a number may depend on where it stands in its tensor."""
-        known = self._rotations[0].shape[0] if self._rotations else 0
+        known = self._rotations[0][0].shape[0] if self._rotations else 0
         needed = cdiv(int(position_ids.max()) + 1, POSITIONS) * POSITIONS
         parts = [self._rotations] if known else []
         like = hidden[:1].expand(POSITIONS, -1)
         for begin in range(known, needed, POSITIONS):
             parts.append(self._decoder.rotations(like, torch.arange(begin, begin + POSITIONS).unsqueeze(0)))
         if needed > known:
-            self._rotations = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
-        cos, sin = (table.index_select(0, position_ids[0]) for table in self._rotations)
-        return cos, sin
+            pieces = [zip(*columns, strict=True) for columns in zip(*parts, strict=True)]
+            self._rotations = tuple((torch.cat(cos), torch.cat(sin)) for cos, sin in pieces)
+        at = position_ids[0]
+        return tuple((cos.index_select(0, at), sin.index_select(0, at)) for cos, sin in self._rotations)
 
 
 def make_reproducible_forward(module: PreTrainedModel, layout: ModelLayout, *, max_tokens: int) -> ReproducibleForward:

@@ -85,7 +85,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     raw = logits.float()
     adjusted = _adjust(raw, rows)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
-    tokens = adjusted.argmax(dim=-1).tolist() if len(drawn) < len(rows) else [0] * len(rows)
+    tokens = _largest(adjusted) if len(drawn) < len(rows) else [0] * len(rows)
     per_chunk = max(1, CHUNK_LOGITS // raw.shape[1])
     for begin in range(0, len(drawn), per_chunk):
         chunk = drawn[begin : begin + per_chunk]
@@ -100,6 +100,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         for i, entry in zip(reported, report(picked, [tokens[i] for i in reported], num_top), strict=True):
             result[i] = entry
     return result
+
+
+def _largest(logits: torch.Tensor) -> list[int]:
+    """The place of the largest logit of each row, the first one among equals."""
+    if logits.device.type == "cpu":  # numpy's has vector instructions: some ten times as fast as torch's
+        return [int(token) for token in logits.numpy().argmax(axis=-1)]
+    return [int(token) for token in logits.argmax(dim=-1).tolist()]
 
 
 def _adjust(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

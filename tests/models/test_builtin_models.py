@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from anaphora import LLM, SamplingParams
+from anaphora.runtime.architecture import inspect_model
+from anaphora.runtime.fast_forward import FastForward, make_forward
 from anaphora.runtime.model import LoadedModel, load_model
 from anaphora.runtime.sources import builtin, default_cache_dir
 from anaphora.runtime.sources.converted import recorded_digests
@@ -160,6 +162,17 @@ def test_gemma3_sees_beyond_its_window_as_transformers_does(
         got = [entry[token].logprob for token, entry in zip(sequence.token_ids, sequence.logprobs, strict=True)]
         assert got == pytest.approx(right, abs=1e-3)
     assert [group.num_live_blocks for group in llm.stats().groups] == [0] * 6
+
+
+def test_gemma3_and_smollm2_decode_in_the_kernels(
+    gemma3_text: tuple[LoadedModel, list[int], list[int]], smollm2: LoadedModel
+) -> None:
+    """Real weights pass the check of every layer at load."""
+    pytest.importorskip("numba")
+    for loaded in (gemma3_text[0], smollm2):
+        forward = make_forward(loaded.module, inspect_model(loaded.module, 2048), fast=True)
+        assert isinstance(forward, FastForward)
+        assert forward._kernels
 
 
 def test_gemma3_runs_by_name() -> None:

@@ -6,7 +6,9 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,17 +24,16 @@ from anaphora.core.plan import ScheduledRequest
 from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.block_tables import BlockTables
-from anaphora.runtime.chunks import cut_into_chunks
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
-from anaphora.runtime.decoder import NotRecognisedError, recognise
+from anaphora.runtime.decoder import NotRecognisedError
 from anaphora.runtime.fast_forward import FastForward, make_forward
 from anaphora.runtime.forward import PagedForward
-from anaphora.runtime.inputs import StepInputs, build_inputs
-from anaphora.runtime.kernels import attention, step, tiles
+from anaphora.runtime.inputs import build_inputs
+from anaphora.runtime.kernels import step, tiles
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.linear import linear, prepare
-from anaphora.runtime.kernels.products import spread
 from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.recogniser import recognise
 from anaphora.runtime.threads import ThreadTeam
 
 FULL = [FullAttention()]
@@ -58,8 +59,10 @@ def load_tiles() -> None:
 
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64])
-@pytest.mark.parametrize(("count", "outputs"), [(64, 64), (96, 83), (576, 49)])
+@pytest.mark.parametrize(("count", "outputs"), [(64, 64), (96, 83), (576, 49), (100, 37), (31, 45)])
 def test_linear_parts(dtype: torch.dtype, use_tiles: bool, num_rows: int, count: int, outputs: int) -> None:
+    if use_tiles and count % 32:
+        pytest.skip("vectors compute these")
     generator = torch.Generator().manual_seed(num_rows)
     padded = -(-num_rows // 16) * 16
     x = torch.randn(padded, count, generator=generator).to(dtype)
@@ -79,119 +82,50 @@ def test_linear_parts(dtype: torch.dtype, use_tiles: bool, num_rows: int, count:
     assert (torch.from_numpy(out)[:num_rows] - expected).abs().max() < 1e-4
 
 
-def request(start: int, n: int) -> ScheduledRequest:
-    return ScheduledRequest(RequestId("r"), start, tuple(TokenId(100 + i) for i in range(n)), (), True)
-
-
-def sequences(generator: torch.Generator, shapes: list[tuple[int, int]], block_size: int) -> StepInputs:
-    """Block tables in random order, the first two sequences sharing what full blocks they can."""
-    width = max(-(-(start + n) // block_size) for start, n in shapes)
-    tables = BlockTables(1, len(shapes), width * block_size, block_size, CPU)
-    free = (1 + torch.randperm(len(shapes) * width, generator=generator)).tolist()
-    for row, (start, n) in enumerate(shapes):
-        shared = tables.ids[0, 0, : min(shapes[0][0], start) // block_size].tolist() if row == 1 else []
-        need = -(-(start + n) // block_size) - len(shared)
-        tables.append([(row, [[*shared, *[free.pop() for _ in range(need)]]])])
-    return build_inputs([request(*shape) for shape in shapes], list(range(len(shapes))), tables, FULL, torch.float32)
-
-
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
-@pytest.mark.parametrize(
-    ("shapes", "block_size"),
-    [
-        ([(0, 1)], 16),
-        ([(15, 1), (16, 1), (17, 1)], 16),
-        ([(255, 1), (256, 1), (511, 1), (512, 1), (0, 1), (3, 1), (700, 1), (31, 1)], 16),
-        ([(300, 1), (290, 1)], 16),  # a shared beginning
-        ([(512, 24), (513, 1), (0, 9), (250, 12)], 16),
-        ([(77, 5), (90, 1), (254, 3)], 3),
-        ([(40, 20)], 1),
-        ([(600, 13), (128, 2)], 64),
-    ],
-)
-@pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "group"), [(64, 3, 3), (32, 2, 1), (128, 1, 8), (96, 1, 5), (256, 1, 2), (64, 1, 4)]
-)
-def test_attention(
-    dtype: torch.dtype,
-    use_tiles: bool,
-    shapes: list[tuple[int, int]],
-    block_size: int,
-    head_dim: int,
-    kv_heads: int,
-    group: int,
-) -> None:
-    generator = torch.Generator().manual_seed(head_dim + group)
-    inputs = sequences(generator, shapes, block_size)
-    positions = inputs.position_ids[0].numpy()
-    chunks = cut_into_chunks(inputs.groups[0].calls, positions, block_size, attention.CHUNK_TOKENS)
-    num_slots = int(max(int(call.block_ids.max()) for call in inputs.groups[0].calls) + 1) * block_size
-    keys = torch.full((num_slots, kv_heads, head_dim), torch.nan, dtype=dtype)
-    values = keys.clone()
-    for call in inputs.groups[0].calls:
-        length = (call.end - call.begin) // call.num_seqs
-        for number, blocks in enumerate(call.block_ids.view(call.num_seqs, -1).tolist()):
-            last = int(positions[call.begin + (number + 1) * length - 1])
-            slots = [blocks[p // block_size] * block_size + p % block_size for p in range(last + 1)]
-            keys[slots] = torch.randn(last + 1, kv_heads, head_dim, generator=generator).to(dtype)
-            values[slots] = torch.randn(last + 1, kv_heads, head_dim, generator=generator).to(dtype)
-    num_tokens, heads, scale = len(positions), kv_heads * group, 0.2
-    query = torch.randn(num_tokens, heads, head_dim, generator=generator).to(dtype)
-    operands = np.zeros(query.numel(), np.float32)
-    element, dims = (0,) * dtype.itemsize, (0,) * (head_dim // 16)
-    spread_line(query.data_ptr(), operands.ctypes.data, query.numel(), element)
-    rows = chunks.slots * (kv_heads * head_dim * dtype.itemsize)
-    count = int(chunks.token_partials[-1])
-    tops, sums = np.zeros((count, heads), np.float32), np.zeros((count, heads), np.float32)
-    partials = np.zeros((count, heads, head_dim), np.float32)
-    scores = np.zeros(group * attention.CHUNK_TOKENS, np.float32)
-    room = np.zeros(attention.tile_bytes(head_dim), np.uint8)
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype: torch.dtype, use_tiles: bool) -> None:
+    count, outputs = 96, 83
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(32, count, generator=generator).to(dtype)
+    weight = torch.randn(outputs, count, generator=generator).to(dtype)
+    element, scratch = (0,) * dtype.itemsize, np.zeros(1024, np.uint8)
     if use_tiles:
         load_tiles()
-    for item, (begin, end) in enumerate(chunks.items):
-        common = (keys.data_ptr(), values.data_ptr(), rows[item].ctypes.data)
-        readers = tuple(array[begin:end] for array in (chunks.tokens, chunks.visible, chunks.partials))
-        sizes = (heads, kv_heads, np.float32(scale))
-        results = (tops, sums, partials, dims, element)
-        if use_tiles:
-            attention.attend_chunk_by_tiles(query.data_ptr(), *common, *readers, *sizes, room.ctypes.data, *results)
-        else:
-            attention.attend_chunk(operands.ctypes.data, *common, *readers, *sizes, scores, *results)
-    out = torch.empty(num_tokens, heads, head_dim, dtype=dtype)
-    for t in range(num_tokens):
-        for head in range(heads):
-            begin, end = chunks.token_partials[t : t + 2]
-            place = out[t, head].data_ptr()
-            attention.merge(begin, end, head, np.float32(scale), tops, sums, partials, place, head_dim, element)
-
-    for call in inputs.groups[0].calls:
-        length = (call.end - call.begin) // call.num_seqs
-        for number, blocks in enumerate(call.block_ids.view(call.num_seqs, -1).tolist()):
-            for t in range(call.begin + number * length, call.begin + (number + 1) * length):
-                slots = [blocks[p // block_size] * block_size + p % block_size for p in range(positions[t] + 1)]
-                k = keys[slots].double().repeat_interleave(group, dim=1)
-                v = values[slots].double().repeat_interleave(group, dim=1)
-                weights = (torch.einsum("hd,thd->ht", query[t].double(), k) * scale).softmax(dim=-1)
-                expected = torch.einsum("ht,thd->hd", weights, v)
-                tolerance = 1e-5 if dtype == torch.float32 else 2.0**-8 * float(expected.abs().max()) + 4e-3
-                assert (out[t].double() - expected).abs().max() < tolerance
-
-
-@kernel
-def spread_line(source, out, count, element):  # type: ignore[no-untyped-def]
-    spread(source, out, count, element)
+    results = []
+    for num_rows in (1, 2, 3, 4, 6, 17):
+        operands, out = np.zeros(32 * count * 4, np.uint8), np.zeros((32, outputs), np.float32)
+        prepare(x.data_ptr(), count * dtype.itemsize, num_rows, count, operands.ctypes.data, use_tiles, element)
+        linear(
+            operands.ctypes.data, num_rows, weight.data_ptr(), count, 0, outputs, out.ctypes.data, 4 * outputs,
+            scratch.ctypes.data, use_tiles, element,
+        )  # fmt: skip
+        results.append(out[:num_rows])
+    for result in results[:-1]:
+        assert np.array_equal(result, results[-1][: len(result)])
 
 
 def bfloat16_llama():  # type: ignore[no-untyped-def]
     return make("LlamaConfig", "LlamaForCausalLM", head_dim=32, num_hidden_layers=3)
 
 
+def windowed_gemma():  # type: ignore[no-untyped-def]
+    """Four norms a layer, soft caps of scores and logits, a window that the steps leave behind; two groups."""
+    return make("Gemma2Config", "Gemma2ForCausalLM", head_dim=64, num_hidden_layers=3, sliding_window=100)
+
+
+MODELS = [pytest.param(bfloat16_llama, id="llama"), pytest.param(windowed_gemma, id="gemma")]
+
+
 def run_steps(module, forward, plans: list[list[tuple[int, list[int]]]]):  # type: ignore[no-untyped-def]
     """Logits of every token of every step, of two sequences."""
     layout = inspect_model(module, 512)
-    tables = BlockTables(1, 2, 512, 16, CPU)
-    tables.append([(0, [list(range(1, 33))]), (1, [list(range(33, 65))])])
-    cache = KVCache(layout.places, num_blocks=65, block_size=16, dtype=layout.dtype, device=CPU)
+    groups = range(len(layout.cache.groups))
+    tables = BlockTables(len(groups), 2, 512, 16, CPU)
+    tables.append(
+        [(row, [list(range(1 + 64 * g + 32 * row, 33 + 64 * g + 32 * row)) for g in groups]) for row in (0, 1)]
+    )
+    num_blocks = 1 + 64 * len(groups)
+    cache = KVCache(layout.places, num_blocks=num_blocks, block_size=16, dtype=layout.dtype, device=CPU)
     results = []
     with torch.inference_mode():
         for plan in plans:
@@ -218,8 +152,9 @@ def plans() -> list[list[tuple[int, list[int]]]]:
     ]
 
 
-def test_bfloat16_steps_are_as_near_to_float32_as_the_librarys() -> None:
-    module = bfloat16_llama()
+@pytest.mark.parametrize("make_module", MODELS)
+def test_bfloat16_steps_are_as_near_to_float32_as_the_librarys(make_module: Callable[[], Any]) -> None:
+    module = make_module()
     truth = run_steps(module, PagedForward(module), plans())
     module = module.to(torch.bfloat16)
     forward = make_forward(module, inspect_model(module, 512), fast=True)
@@ -231,9 +166,12 @@ def test_bfloat16_steps_are_as_near_to_float32_as_the_librarys() -> None:
             assert float((b - a).norm()) < 1.25 * float((c - a).norm())
 
 
+@pytest.mark.parametrize("make_module", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_at_every_run_whatever_the_number_of_threads(dtype: torch.dtype) -> None:
-    module = bfloat16_llama().to(dtype)
+def test_the_same_bits_at_every_run_whatever_the_number_of_threads(
+    dtype: torch.dtype, make_module: Callable[[], Any]
+) -> None:
+    module = make_module().to(dtype)
     results = []
     for num_threads in (1, 2, 3, 2):
         torch.set_num_threads(num_threads)
@@ -256,28 +194,22 @@ def test_torchs_own_tiles_are_left_as_they_were() -> None:
         assert torch.equal(torch.nn.functional.linear(x, w), expected)
 
 
-def test_chunks_that_hold_the_same_blocks_are_read_once() -> None:
-    tables = BlockTables(1, 2, 1024, 16, CPU)
-    tables.append([(0, [list(range(1, 41))]), (1, [[*range(1, 33), *range(50, 58)]])])
-    inputs = build_inputs([request(600, 1), request(620, 1)], [0, 1], tables, FULL, torch.float32)
-    chunks = cut_into_chunks(inputs.groups[0].calls, inputs.position_ids[0].numpy(), 16, 256)
-    # Longest first: token 0 is the second request. Two shared chunks of 256, then one of each.
-    assert [(chunks.tokens[a:b].tolist(), chunks.visible[a:b].tolist()) for a, b in chunks.items] == [
-        ([0, 1], [256, 256]),
-        ([0, 1], [256, 256]),
-        ([0], [109]),
-        ([1], [89]),
-    ]
-    assert chunks.partials.tolist() == [0, 3, 1, 4, 2, 5]
-    assert chunks.slots[2, :109].tolist() == list(range(50 * 16, 50 * 16 + 109))
-    assert set(chunks.slots[2, 109:].tolist()) == {50 * 16 + 108}
-
-
 def test_what_the_kernels_cannot_do_is_said() -> None:
-    with pytest.raises(NotRecognisedError, match="its sizes are no multiples of 32"):
-        CpuStep(recognise(make_tiny_llama().to(torch.bfloat16)), 4, 2)
-    with pytest.raises(NotRecognisedError, match="activation is not SiLU"):
+    with pytest.raises(NotRecognisedError, match="its heads, of 24, are no multiple of 16 up to 256"):
+        CpuStep(recognise(make("LlamaConfig", "LlamaForCausalLM", head_dim=24)), 4, 2)
+    with pytest.raises(NotRecognisedError, match="its weights are torch"):
+        CpuStep(recognise(make_tiny_llama().to(torch.float16)), 4, 2)
+    with pytest.raises(NotRecognisedError, match="activation is neither SiLU nor GELU in its tanh form"):
         CpuStep(recognise(make("LlamaConfig", "LlamaForCausalLM", hidden_act="gelu")), 4, 2)
+
+
+def test_layers_of_other_sizes_are_not_read_as_the_first_one_is() -> None:
+    module = make("LlamaConfig", "LlamaForCausalLM")
+    mlp = module.model.layers[1].mlp
+    for part, shape in ((mlp.gate_proj, (96, 64)), (mlp.up_proj, (96, 64)), (mlp.down_proj, (64, 96))):
+        part.weight = torch.nn.Parameter(torch.randn(shape))
+    with pytest.raises(NotRecognisedError, match="its layers' weights are not of the same sizes and dtype"):
+        CpuStep(recognise(module), 4, 2)
 
 
 def test_without_numba_torch_decodes_and_the_log_says_so(
@@ -298,8 +230,10 @@ def test_without_numba_torch_decodes_and_the_log_says_so(
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="names features of x86")
 def test_a_cpu_with_short_registers_gives_the_same_results(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k"]
-    command += ["test_linear_parts and 576 or test_attention and (64-3-3 or 128-1-8) or bfloat16_steps"]
+    others = str(Path(__file__).with_name("test_kernel_attention.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, others, "-k"]
+    command += ["test_linear_parts and 576 or test_attention and (64-3-3 or 128-1-8) or bfloat16_steps "]
+    command[-1] += "or within_a_window and shapes4 or soft_caps or sixteenth and 80"
     features = (
         "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse4.1,+sse4.2,+ssse3,+sse3,+sse2,+sse,+cmov,+cx8,+64bit"
     )

@@ -19,13 +19,13 @@ from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
-from anaphora.runtime.decoder import recognise
 from anaphora.runtime.fast_forward import FastForward, StepKernels, make_forward
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import build_inputs
 from anaphora.runtime.kernels.step import has_tile_unit
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.panel_step import PanelStep
+from anaphora.runtime.recogniser import recognise
 
 CPU = torch.device("cpu")
 needs_tiles = pytest.mark.skipif(not (has_tile_unit() and tiles_allowed()), reason="no tile unit")

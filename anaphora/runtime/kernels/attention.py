@@ -13,11 +13,11 @@ import math
 import numpy as np
 
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.exponentials import exponentials, largest, shorten
+from anaphora.runtime.kernels.exponentials import exponentials, largest, shorten, soft_cap
 from anaphora.runtime.kernels.parts import copy_elements
 from anaphora.runtime.kernels.products import score, weigh
 from anaphora.runtime.kernels.tiles import TILE_BYTES, multiply_tiles, pack_keys, pack_values
-from anaphora.runtime.kernels.vectors import address_of, num_lanes, store_element
+from anaphora.runtime.kernels.vectors import address_of, load_element, num_lanes, store_element
 
 CHUNK_TOKENS = 256
 
@@ -31,17 +31,40 @@ def tile_bytes(head_dim: int) -> int:
 
 
 @kernel
+def fill(line, begin, end, value):
+    """line[begin:end] = value; line: address of float32."""
+    for i in range(begin, end):
+        store_element(line, i, np.float32(value), (0, 0, 0, 0))
+
+
+@kernel
+def soften(line, lead, first, end, slot, head, scale, cap, tops, sums):
+    """Scores [first, end) become exponentials; notes the largest score and their sum. What is before them is lost.
+
+    lead: a multiple of the lanes, at most `first`.
+    """
+    begin = line + 4 * lead
+    if cap != 0:
+        soft_cap(begin, end - lead, scale / cap, cap / scale)
+    fill(line, lead, first, -np.inf)
+    top = largest(begin, end - lead)
+    tops[slot, head] = top
+    sums[slot, head] = exponentials(begin, end - lead, top, scale)
+
+
+@kernel
 def attend_chunk(
-    queries, keys, values, rows, tokens, visible, slots, num_heads, num_kv_heads, scale, scores, tops, sums, partials,
-    head_dim, element,
+    queries, keys, values, rows, tokens, first, visible, slots, num_heads, num_kv_heads, scale, cap, scores, tops, sums,
+    partials, head_dim, element,
 ):  # fmt: skip
     """One chunk for every new token that sees some of it.
 
     queries: address of operands (see products.spread) [tokens, num_heads, head_dim].
     keys, values: addresses of a layer's pool.
     rows: address of the chunk's row offsets (bytes, int64), readable up to a multiple of the lanes.
-    tokens, visible, slots: int64 arrays, one entry for each such token: its number, how many of the chunk's keys it
-        sees (at least one), and where its partial result goes.
+    tokens, first, visible, slots: int64 arrays, one entry for each such token: its number, the first of the chunk's
+        keys that it sees and the one after the last, and where its partial result goes.
+    cap: scores × scale are capped softly at it; 0: they are not.
     scores: float32 scratch [group * CHUNK_TOKENS].
     tops, sums: float32 [slots, num_heads]; partials: [slots, num_heads, head_dim].
     """
@@ -54,39 +77,40 @@ def attend_chunk(
     for kv_head in range(num_kv_heads):
         offset = kv_head * dim * len(element)
         for j in range(len(tokens)):
-            count = visible[j]
+            skipped = first[j]
+            count = visible[j] - skipped
+            seen = rows + 8 * skipped
+            lead = skipped // lanes * lanes  # whole vectors from here on stay within the line
             for g in range(group):
                 head = kv_head * group + g
                 query = queries + (tokens[j] * num_heads + head) * dim * 4
                 line = scores_at + g * stride
-                for t in range(0, count, lanes):
+                for t in range(lead, visible[j], lanes):
                     score(query, keys + offset, rows + 8 * t, line + 4 * t, head_dim, element)
-                top = largest(line, count)
-                tops[slots[j], head] = top
-                sums[slots[j], head] = exponentials(line, count, top, scale)
+                soften(line, lead, skipped, visible[j], slots[j], head, scale, cap, tops, sums)
             g = 0
             while g < group:
                 out = address_of(partials) + 4 * (slots[j] * num_heads + kv_head * group + g) * dim
-                line = scores_at + g * stride
+                line = scores_at + g * stride + 4 * skipped
                 n = min(group - g, at_once)
                 if n >= 4:
-                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0, 0, 0, 0), head_dim, element)
+                    weigh(line, stride, values + offset, seen, count, out, 4 * dim, (0, 0, 0, 0), head_dim, element)
                     g += 4
                 elif n == 3:
-                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0, 0, 0), head_dim, element)
+                    weigh(line, stride, values + offset, seen, count, out, 4 * dim, (0, 0, 0), head_dim, element)
                     g += 3
                 elif n == 2:
-                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0, 0), head_dim, element)
+                    weigh(line, stride, values + offset, seen, count, out, 4 * dim, (0, 0), head_dim, element)
                     g += 2
                 else:
-                    weigh(line, stride, values + offset, rows, count, out, 4 * dim, (0,), head_dim, element)
+                    weigh(line, stride, values + offset, seen, count, out, 4 * dim, (0,), head_dim, element)
                     g += 1
 
 
 @kernel
 def attend_chunk_by_tiles(
-    queries, keys, values, rows, tokens, visible, slots, num_heads, num_kv_heads, scale, room, tops, sums, partials,
-    head_dim, element,
+    queries, keys, values, rows, tokens, first, visible, slots, num_heads, num_kv_heads, scale, cap, room, tops, sums,
+    partials, head_dim, element,
 ):  # fmt: skip
     """The same by the tile unit, for bfloat16. queries: address of elements; room: of `tile_bytes` bytes.
 
@@ -94,6 +118,7 @@ def attend_chunk_by_tiles(
     """
     dim = 16 * len(head_dim)
     group = num_heads // num_kv_heads
+    lanes = num_lanes()
     count = 0
     for j in range(len(tokens)):
         count = max(count, visible[j])
@@ -114,11 +139,11 @@ def attend_chunk_by_tiles(
         for t in range(steps):
             place = packed_values + t * TILE_BYTES
             pack_values(values + offset, rows + 8 * 32 * t, place, value_block, head_dim)
-        for first in range(0, num_rows, 16):
-            here = min(16, num_rows - first)
+        for batch in range(0, num_rows, 16):
+            here = min(16, num_rows - batch)
             for i in range(here):
-                head = kv_head * group + (first + i) % group
-                query = queries + (tokens[(first + i) // group] * num_heads + head) * row_bytes
+                head = kv_head * group + (batch + i) % group
+                query = queries + (tokens[(batch + i) // group] * num_heads + head) * row_bytes
                 copy_elements(query, gathered + i * row_bytes, dim, element)
             for t in range(0, 2 * steps, 2):
                 multiply_tiles(
@@ -126,11 +151,11 @@ def attend_chunk_by_tiles(
                     4 * CHUNK_TOKENS, (0,), (0, 0),
                 )  # fmt: skip
             for i in range(here):
-                j, head = (first + i) // group, kv_head * group + (first + i) % group
+                j, head = (batch + i) // group, kv_head * group + (batch + i) % group
                 line = scores + i * 4 * CHUNK_TOKENS
-                top = largest(line, visible[j])
-                tops[slots[j], head] = top
-                sums[slots[j], head] = exponentials(line, visible[j], top, scale)
+                lead = first[j] // lanes * lanes
+                soften(line, lead, first[j], visible[j], slots[j], head, scale, cap, tops, sums)
+                fill(line, 0, first[j], 0)
                 shorten(line, visible[j], weights + i * 2 * CHUNK_TOKENS, 32 * steps)
             for d in range(0, dim // 16, 2):
                 multiply_tiles(
@@ -138,17 +163,24 @@ def attend_chunk_by_tiles(
                     results + 64 * d, 4 * dim, (0,), (0, 0),
                 )  # fmt: skip
             for i in range(here):
-                j, head = (first + i) // group, kv_head * group + (first + i) % group
+                j, head = (batch + i) // group, kv_head * group + (batch + i) % group
                 copy_elements(results + i * 4 * dim, address_of(partials[slots[j], head]), dim, (0, 0, 0, 0))
 
 
 @kernel
-def merge(begin, end, head, scale, tops, sums, partials, out, dim, element):
-    """One head of one token from its partial results [begin, end), as elements."""
+def merge(begin, end, head, scale, sinks, tops, sums, partials, out, dim, element):
+    """One head of one token from its partial results [begin, end), as elements.
+
+    sinks: address of a score (of elements, scaled) for each head, that takes probability and adds nothing. 0: none.
+    """
     top = tops[begin, head]
     for c in range(begin + 1, end):
         top = max(top, tops[c, head])
     total = np.float32(0)
+    if sinks != 0:
+        sink = load_element(sinks, head, element) / scale
+        top = max(top, sink)
+        total = np.float32(math.exp((sink - top) * scale))
     first = partials[begin, head]
     for c in range(begin, end):
         factor = np.float32(math.exp((tops[c, head] - top) * scale))

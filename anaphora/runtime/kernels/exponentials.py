@@ -91,29 +91,76 @@ def exponentials(tc, address, count, top, scale):
     return types.float32(types.int64, types.int64, types.float32, types.float32), generate
 
 
-def gated(v: Vectors, value: Any, up: Any) -> Any:
-    """SiLU(value) × up."""
+def _sigmoid(v: Vectors, x: Any) -> Any:
     b, one = v.builder, v.constant(1.0)
-    power = _power_of_two(v, b.fmul(v.each("fabs", value), v.constant(-1.4426950408889634)))
+    power = _power_of_two(v, b.fmul(v.each("fabs", x), v.constant(-1.4426950408889634)))
     # exp of a negative number only, so that nothing overflows: e / (1 + e), or 1 / (1 + e).
-    top = b.select(b.fcmp_ordered("<", value, v.zero), power, one)
-    sigmoid = b.fdiv(top, b.fadd(one, power))
-    return b.fmul(b.fmul(value, sigmoid), up)
+    top = b.select(b.fcmp_ordered("<", x, v.zero), power, one)
+    return b.fdiv(top, b.fadd(one, power))
+
+
+def gated(v: Vectors, value: Any, up: Any, factors: tuple[Any, Any] | None = None) -> Any:
+    """value × sigmoid(value × (linear + cubic × value²)) × up; factors: linear and cubic; None is SiLU."""
+    b, inner = v.builder, value
+    if factors is not None:
+        inner = b.fmul(v.fma(b.fmul(value, value), factors[1], factors[0]), value)
+    return b.fmul(b.fmul(value, _sigmoid(v, inner)), up)
 
 
 @intrinsic
-def gate(tc, gates, ups, out, count, element):
-    """out = SiLU(gate) × up for `count` float32 (a multiple of 16), as elements."""
+def gate(tc, gates, ups, out, count, linear, cubic, element):
+    """out = g × sigmoid(linear × g + cubic × g³) × up for `count` float32, as elements.
+
+    Reads and writes up to a multiple of the lanes.
+    SiLU: 1 and 0. GELU in its tanh form: 2 × sqrt(2 / π), and 0.044715 times that.
+    """
 
     def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
-        gates, ups, out, count = arguments[:4]
-        b = v.builder
+        gates, ups, out, count, linear, cubic = arguments[:6]
+        b, factors = v.builder, (v.splat(linear), v.splat(cubic))
         with cgutils.for_range_slice(b, v.number(0), count, v.number(v.lanes), I64) as (n, _):
             offset = b.mul(n, v.number(4))
-            product = gated(v, v.load_floats(b.add(gates, offset)), v.load_floats(b.add(ups, offset)))
+            product = gated(v, v.load_floats(b.add(gates, offset)), v.load_floats(b.add(ups, offset)), factors)
             v.store_elements(product, b.add(out, b.mul(n, v.number(v.element_bytes))))
 
-    return void(build, types.void(gates, ups, out, count, element), (length(element),))
+    floats = (types.float32, types.float32)
+    return void(build, types.void(gates, ups, out, count, *floats, element), (length(element),))
+
+
+# tanh(x) / x for small x, in x², highest power first.
+_TANH = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)
+_TANH_SMALL = 0.25
+
+
+@intrinsic
+def soft_cap(tc, address, count, inner, outer):
+    """Put outer × tanh(inner × x) in the place of each of `count` float32.
+
+    Behind them, up to a multiple of the lanes, what is there is read and put back: it must be this thread's own.
+    """
+
+    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
+        b, (address, count) = v.builder, arguments[:2]
+        inner, outer = v.splat(arguments[2]), v.splat(arguments[3])
+
+        def visit(begin: Any, mask: Any) -> None:
+            place = b.add(address, b.mul(begin, v.number(4)))
+            before = v.load_floats(place)
+            x = b.fmul(before, inner)
+            square, size = b.fmul(x, x), v.each("fabs", x)
+            near = v.constant(_TANH[0])
+            for factor in _TANH[1:]:
+                near = v.fma(near, square, v.constant(factor))
+            power = _power_of_two(v, b.fmul(size, v.constant(-2 * 1.4426950408889634)))
+            far = b.fdiv(b.fsub(v.constant(1.0), power), b.fadd(v.constant(1.0), power))
+            far = b.select(b.fcmp_ordered("<", x, v.zero), b.fneg(far), far)
+            result = b.select(b.fcmp_ordered("<", size, v.constant(_TANH_SMALL)), b.fmul(near, x), far)
+            result = b.fmul(result, outer)
+            v.store_floats(result if mask is None else b.select(mask, result, before), place)
+
+        _vectors_of(v, count, visit)
+
+    return void(build, types.void(address, count, types.float32, types.float32), (4,))
 
 
 @intrinsic

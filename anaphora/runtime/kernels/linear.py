@@ -49,21 +49,24 @@ def tile_linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch
         if end - n < 16:
             n = end - 16
         w = weight + n * stride
+        # Rows of a tile lie far apart, which the CPU does not foresee. Behind the last ones nothing is asked for.
+        ahead = w + 32 * stride if end - n >= 64 else w
         m = 0
         while m < num_rows:
             source, target = x + m * stride, out + m * out_stride + 4 * n
             if num_rows - m > 16:
                 if end - n >= 32:
-                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, two, two)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, ahead, two, two)
                 else:
-                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, one, two)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, ahead, one, two)
                 m += 32
             else:
                 if end - n >= 32:
-                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, two, one)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, ahead, two, one)
                 else:
-                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, one, one)
+                    multiply_tiles_transposed(w, stride, source, count, target, out_stride, scratch, ahead, one, one)
                 m += 16
+            ahead = w  # asked for already
         n += 32 if end - n >= 32 else 16
 
 

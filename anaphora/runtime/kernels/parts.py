@@ -11,8 +11,8 @@ from anaphora.runtime.kernels.vectors import load_element, store_element
 
 
 @kernel
-def normalise(source, weight, eps, size, out, element):
-    """RMS norm of `size` elements."""
+def normalise(source, weight, eps, offset, size, out, element):
+    """RMS norm of `size` elements, by weight + offset."""
     total = np.float32(0)
     for i in range(size):
         value = load_element(source, i, element)
@@ -20,11 +20,11 @@ def normalise(source, weight, eps, size, out, element):
     factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(size) + eps))
     for i in range(size):
         scaled = load_element(source, i, element) * factor
-        store_element(out, i, scaled * load_element(weight, i, element), element)
+        store_element(out, i, scaled * (load_element(weight, i, element) + offset), element)
 
 
 @kernel
-def finish_head(line, bias, norm, eps, cos, sin, dim, element):
+def finish_head(line, bias, norm, eps, offset, cos, sin, dim, element):
     """One head of float32 in place: add a bias, normalise, turn; each part that has an address.
 
     line: float32 array [dim]. cos, sin: float32 arrays [dim], the sine's first half negated; or empty.
@@ -38,7 +38,7 @@ def finish_head(line, bias, norm, eps, cos, sin, dim, element):
             total += line[i] * line[i]
         factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(dim) + eps))
         for i in range(dim):
-            line[i] *= factor * load_element(norm, i, element)
+            line[i] *= factor * (load_element(norm, i, element) + offset)
     if len(cos) > 0:
         half = dim // 2
         for i in range(half):
@@ -68,6 +68,18 @@ def add_to_hidden(hidden, line, bias, begin, end, element):
     add_bias(line, bias, begin, end, element)
     for n in range(begin, end):
         store_element(hidden, n, load_element(hidden, n, element) + line[n], element)
+
+
+@kernel
+def add_normalised(hidden, line, norm, eps, offset, begin, end, element):
+    """hidden[begin:end] += RMS norm of a line, which is read as a whole; line: float32 array, hidden: of elements."""
+    total = np.float32(0)
+    for n in range(len(line)):
+        total += line[n] * line[n]
+    factor = np.float32(1) / np.float32(math.sqrt(total / np.float32(len(line)) + eps))
+    for n in range(begin, end):
+        added = line[n] * factor * (load_element(norm, n, element) + offset)
+        store_element(hidden, n, load_element(hidden, n, element) + added, element)
 
 
 @kernel

@@ -1,15 +1,17 @@
-"""A whole step of a decoder of the Llama type over few tokens, in one call on every thread.
+"""A whole step of a decoder over few tokens, in one call on every thread.
 
 Knows addresses and sizes; knows nothing of modules and plans. Every thread runs `run_step` with its number; they meet
-at barriers, six a layer, and share out outputs, chunks and heads by number, so that who computes what does not change
-what is computed. Sums are float32; hidden states, keys, values and what goes into a linear part are elements, rounded
-as the module rounds them.
+at barriers, six a layer (eight where what attention and MLP give is normalised), and share out outputs, chunks and
+heads by number, so that who computes what does not change what is computed. Sums are float32; hidden states, keys,
+values and what goes into a linear part are elements, rounded as the module rounds them.
 
 Buffers hold rows for a multiple of 16 tokens. `own` belongs to one thread: every thread normalises all tokens for
 itself, which costs less than to wait for others.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from anaphora.runtime.kernels.attention import (
     CHUNK_TOKENS,
@@ -20,10 +22,11 @@ from anaphora.runtime.kernels.attention import (
 )
 from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.exponentials import gate
+from anaphora.runtime.kernels.exponentials import gate, soft_cap
 from anaphora.runtime.kernels.linear import linear, prepare
 from anaphora.runtime.kernels.parts import (
     add_bias,
+    add_normalised,
     add_to_hidden,
     copy_elements,
     finish_head,
@@ -32,13 +35,19 @@ from anaphora.runtime.kernels.parts import (
 )
 from anaphora.runtime.kernels.products import spread
 from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
-from anaphora.runtime.kernels.vectors import address_of
+from anaphora.runtime.kernels.vectors import address_of, fetch_lines
 
 # Columns of the table of addresses, one row a layer. 0: there is none.
 INPUT_NORM, QUERY, QUERY_BIAS, KEY, KEY_BIAS, VALUE, VALUE_BIAS, OUTPUT, OUTPUT_BIAS = range(9)
 QUERY_NORM, KEY_NORM, MLP_NORM, GATE, GATE_BIAS, UP, UP_BIAS, DOWN, DOWN_BIAS = range(9, 18)
-KEY_POOL, VALUE_POOL = 18, 19
-NUM_COLUMNS = 20
+KEY_POOL, VALUE_POOL, ATTENTION_NORM, MLP_OUT_NORM, SINKS = range(18, 23)
+GROUP, ROTARY = 23, 24  # numbers, not addresses
+NUM_COLUMNS = 25
+
+# Columns of the table of numbers, one row a layer. The last norm and the soft cap of logits stand in one more row.
+N_INPUT, N_QUERY, N_KEY, N_ATTENTION, N_MLP, N_MLP_OUT = range(0, 12, 2)  # of each norm its eps, then its offset
+N_SCALE, N_SOFT_CAP, N_GATE_LINEAR, N_GATE_CUBIC = range(12, 16)
+NUM_NUMBERS = 16
 
 # Places in the array of sizes.
 NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, VOCABULARY, USE_TILES, TILE_QUERIES_FROM = range(8)
@@ -67,19 +76,41 @@ def has_tile_unit():
 
 
 @kernel
+def add_output(
+    num_threads, num_tokens, hidden, stride, wide, bias, norm, eps, offset, size, first, last, barrier, element
+):  # fmt: skip
+    """hidden[first:last] += what a linear part gave, normalised if `norm` is an address; then the threads meet.
+
+    A norm takes in what all threads gave, so they meet before it, too. False: see barrier.meet.
+    """
+    for t in range(num_tokens):
+        if norm == 0:
+            add_to_hidden(hidden + t * stride, wide[t], bias, first, last, element)
+        else:
+            add_bias(wide[t], bias, first, last, element)
+    if norm != 0:
+        if not meet(barrier, num_threads):
+            return False
+        for t in range(num_tokens):
+            add_normalised(hidden + t * stride, wide[t, :size], norm, eps, offset, first, last, element)
+    return meet(barrier, num_threads)
+
+
+@kernel
 def run_step(
-    thread, num_threads, addresses, sizes, eps, scale, cos, sin, slots, items, rows, query_tokens, query_visible,
-    query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide, words, scores, tops, sums,
-    partials, head_dim, element,
+    thread, num_threads, addresses, sizes, numbers, cos, sin, slots, group_items, items, rows, query_tokens,
+    query_first, query_visible, query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide,
+    words, scores, tops, sums, partials, head_dim, element,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
     addresses: int64 [layers, NUM_COLUMNS]. final: int64 [3], last norm, head, head's bias.
-    eps: float32 [layers + 1, 4], of input norm, query norm, key norm, MLP norm; of the last norm in the last row.
-    cos, sin: float32 [tokens, head_dim], the sine's first half negated.
-    slots: int64 [tokens], where a token's key and value go. keep: int64, tokens whose logits are wanted.
+    numbers: float32 [layers + 1, NUM_NUMBERS].
+    cos, sin: float32 [rotary embeddings, tokens, head_dim], the sine's first half negated.
+    slots: int64 [groups, tokens], where a token's key and value go. keep: int64, tokens whose logits are wanted.
+    group_items: int64 [groups + 1], where each group's chunks begin.
     items: int64 [chunks, 2], each chunk's part of the arrays query_*. rows: int64 [chunks, CHUNK_TOKENS].
-    query_*: see attention.attend_chunk. token_slots: int64 [tokens + 1], each token's partial results.
+    query_*: see attention.attend_chunk. token_slots: int64 [groups, tokens + 1], each token's partial results.
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
     elements, operands. configuration: address of the tiles' one, or 0.
     wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary].
@@ -96,23 +127,27 @@ def run_step(
     kept = plain + padded * size * width
     operands = kept + padded * size * width
     wide_at, wide_stride = address_of(wide), 4 * wide.shape[1]
-    stride, attended_stride, mlp_stride = size * width, num_heads * dim * width, mlp_size * width
+    stride, attended_stride = size * width, num_heads * dim * width
+    mlp_stride = (mlp_size + 15) // 16 * 16 * width  # what is behind a row is written with it
     num_layers = addresses.shape[0]
     num_units = num_heads + 2 * num_kv_heads
     first_unit, last_unit = thread * num_units // num_threads, (thread + 1) * num_units // num_threads
     first, last = 16 * (thread * (size // 16) // num_threads), 16 * ((thread + 1) * (size // 16) // num_threads)
     first_mlp = 16 * (thread * (mlp_size // 16) // num_threads)
     last_mlp = 16 * ((thread + 1) * (mlp_size // 16) // num_threads)
-    first_item, last_item = thread * len(items) // num_threads, (thread + 1) * len(items) // num_threads
+    if thread == num_threads - 1:
+        last, last_mlp = size, mlp_size
     num_merges = num_tokens * num_heads
-    nothing = cos[0, :0]
+    nothing = cos[0, 0, :0]
     if use_tiles:
         store_configuration(saved)
         load_configuration(configuration)
     for layer in range(num_layers):
-        a = addresses[layer]
+        a, f = addresses[layer], numbers[layer]
+        group, turns, scale = a[GROUP], a[ROTARY], f[N_SCALE]
         for t in range(num_tokens):
-            normalise(hidden + t * stride, a[INPUT_NORM], eps[layer, 0], size, plain + t * stride, element)
+            place = plain + t * stride
+            normalise(hidden + t * stride, a[INPUT_NORM], f[N_INPUT], f[N_INPUT + 1], size, place, element)
         prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
         for unit in range(first_unit, last_unit):
             kind, head = QUERY, unit
@@ -130,41 +165,59 @@ def run_step(
             for t in range(num_tokens):
                 line = wide[t, unit * dim : (unit + 1) * dim]
                 if kind == QUERY:
-                    finish_head(line, bias, a[QUERY_NORM], eps[layer, 1], cos[t], sin[t], dim, element)
+                    finish_head(
+                        line,
+                        bias,
+                        a[QUERY_NORM],
+                        f[N_QUERY],
+                        f[N_QUERY + 1],
+                        cos[turns, t],
+                        sin[turns, t],
+                        dim,
+                        element,
+                    )
                     place = shared + t * attended_stride + head * dim * width
                     store_line(line, place, element)
                     spread(place, queries + (t * num_heads + head) * dim * 4, dim, element)
                     continue
-                place = (slots[t] * num_kv_heads + head) * dim * width
+                place = (slots[group, t] * num_kv_heads + head) * dim * width
                 if kind == KEY:
-                    finish_head(line, bias, a[KEY_NORM], eps[layer, 2], cos[t], sin[t], dim, element)
+                    finish_head(
+                        line, bias, a[KEY_NORM], f[N_KEY], f[N_KEY + 1], cos[turns, t], sin[turns, t], dim, element
+                    )
                     store_line(line, a[KEY_POOL] + place, element)
                 else:
-                    finish_head(line, bias, 0, eps[layer, 2], nothing, nothing, dim, element)
+                    finish_head(line, bias, 0, f[N_KEY], f[N_KEY + 1], nothing, nothing, dim, element)
                     store_line(line, a[VALUE_POOL] + place, element)
+        # What the next linear part reads first comes while the threads wait for each other, here and below.
+        fetch_lines(a[OUTPUT] + first * attended_stride, 32 * attended_stride)
         if not meet(barrier, num_threads):
             return
+        first_item, num_items = group_items[group], group_items[group + 1] - group_items[group]
+        last_item = first_item + (thread + 1) * num_items // num_threads
+        first_item += thread * num_items // num_threads
         for item in range(first_item, last_item):
             begin, end = items[item, 0], items[item, 1]
             chunk_rows = address_of(rows) + 8 * item * CHUNK_TOKENS
             if use_tiles and has_tiles() and (end - begin) * (num_heads // num_kv_heads) >= sizes[TILE_QUERIES_FROM]:
                 attend_chunk_by_tiles(
-                    shared, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_visible[begin:end],
-                    query_slots[begin:end], num_heads, num_kv_heads, scale, operands, tops, sums, partials, head_dim,
-                    element,
+                    shared, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_first[begin:end],
+                    query_visible[begin:end], query_slots[begin:end], num_heads, num_kv_heads, scale, f[N_SOFT_CAP],
+                    operands, tops, sums, partials, head_dim, element,
                 )  # fmt: skip
             else:
                 attend_chunk(
-                    queries, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_visible[begin:end],
-                    query_slots[begin:end], num_heads, num_kv_heads, scale, scores[thread], tops, sums, partials,
-                    head_dim, element,
+                    queries, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_first[begin:end],
+                    query_visible[begin:end], query_slots[begin:end], num_heads, num_kv_heads, scale, f[N_SOFT_CAP],
+                    scores[thread], tops, sums, partials, head_dim, element,
                 )  # fmt: skip
         if not meet(barrier, num_threads):
             return
         for n in range(thread * num_merges // num_threads, (thread + 1) * num_merges // num_threads):
             t, head = n // num_heads, n % num_heads
             place = shared + t * attended_stride + head * dim * width
-            merge(token_slots[t], token_slots[t + 1], head, scale, tops, sums, partials, place, dim, element)
+            begin, end = token_slots[group, t], token_slots[group, t + 1]
+            merge(begin, end, head, scale, a[SINKS], tops, sums, partials, place, dim, element)
         if not meet(barrier, num_threads):
             return
         prepare(shared, attended_stride, num_tokens, num_heads * dim, operands, use_tiles, element)
@@ -172,12 +225,15 @@ def run_step(
             operands, num_tokens, a[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch, use_tiles,
             element,
         )  # fmt: skip
-        for t in range(num_tokens):
-            add_to_hidden(hidden + t * stride, wide[t], a[OUTPUT_BIAS], first, last, element)
-        if not meet(barrier, num_threads):
+        fetch_lines(a[GATE] + first_mlp * stride, 32 * stride)
+        if not add_output(
+            num_threads, num_tokens, hidden, stride, wide, a[OUTPUT_BIAS], a[ATTENTION_NORM], f[N_ATTENTION],
+            f[N_ATTENTION + 1], size, first, last, barrier, element,
+        ):  # fmt: skip
             return
         for t in range(num_tokens):
-            normalise(hidden + t * stride, a[MLP_NORM], eps[layer, 3], size, plain + t * stride, element)
+            place = plain + t * stride
+            normalise(hidden + t * stride, a[MLP_NORM], f[N_MLP], f[N_MLP + 1], size, place, element)
         prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
         for column, offset in ((GATE, 0), (UP, mlp_size)):
             linear(
@@ -189,20 +245,25 @@ def run_step(
         for t in range(num_tokens):
             line = wide_at + t * wide_stride + 4 * first_mlp
             place = shared + t * mlp_stride + first_mlp * width
-            gate(line, line + 4 * mlp_size, place, last_mlp - first_mlp, element)
+            gate(line, line + 4 * mlp_size, place, last_mlp - first_mlp, f[N_GATE_LINEAR], f[N_GATE_CUBIC], element)
+        fetch_lines(a[DOWN] + first * mlp_stride, 32 * mlp_stride)
         if not meet(barrier, num_threads):
             return
         prepare(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element)
         linear(
             operands, num_tokens, a[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, use_tiles, element
         )  # fmt: skip
-        for t in range(num_tokens):
-            add_to_hidden(hidden + t * stride, wide[t], a[DOWN_BIAS], first, last, element)
-        if not meet(barrier, num_threads):
+        if layer + 1 < num_layers:
+            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * stride, 32 * stride)
+        if not add_output(
+            num_threads, num_tokens, hidden, stride, wide, a[DOWN_BIAS], a[MLP_OUT_NORM], f[N_MLP_OUT],
+            f[N_MLP_OUT + 1], size, first, last, barrier, element,
+        ):  # fmt: skip
             return
+    f = numbers[num_layers]
     for t in range(num_tokens):
         place = plain + t * stride
-        normalise(hidden + t * stride, final[0], eps[num_layers, 0], size, place, element)
+        normalise(hidden + t * stride, final[0], f[N_INPUT], f[N_INPUT + 1], size, place, element)
         if thread == 0:
             copy_elements(place, buffers[B_NORMED] + t * stride, size, element)
     if len(keep) > 0:
@@ -219,6 +280,10 @@ def run_step(
         )  # fmt: skip
         for j in range(len(keep)):
             add_bias(words[j], final[2], first_word, last_word, element)
+            cap = f[N_SOFT_CAP]
+            if cap != 0:
+                line = address_of(words[j]) + 4 * first_word
+                soft_cap(line, last_word - first_word, np.float32(1) / cap, cap)
             place = buffers[B_LOGITS] + (j * vocabulary + first_word) * width
             store_line(words[j, first_word:last_word], place, element)
     if use_tiles:

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from anaphora.runtime.kernels.vectors import I8, I16, I32, I64, Vectors, features, length
+from anaphora.runtime.kernels.vectors import I8, I16, I32, I64, LINE_BYTES, Vectors, features, length
 
 _POINTER = I8.as_pointer()
 TILE_BYTES = 1024
@@ -156,15 +156,22 @@ def pack_values(tc, values, rows, out, out_stride, head_dim):
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
-def _accumulate(v: Vectors, tiles: Tiles, rows: tuple[Any, ...], packed: tuple[Any, ...], count: Any) -> None:
+def _accumulate(
+    v: Vectors, tiles: Tiles, rows: tuple[Any, ...], packed: tuple[Any, ...], count: Any, ahead: Any = None
+) -> None:
     """Tiles 0 to 3: products of 16 × as many rows and packed columns, over `count` numbers.
 
     rows: address, stride, how many times 16. packed: address, bytes from 16 columns to the next, how many times 16.
+    ahead: address of the rows that come next, all of one piece, which are asked for meanwhile.
     """
     b, (left, stride, num_left), (right, block, num_right) = v.builder, rows, packed
     for total in range(num_left * num_right):
         tiles.zero(total)
     with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
+        if ahead is not None:
+            next_lines = b.add(ahead, b.mul(k, v.number(2 * 16 * num_left)))
+            for line in range(16 * num_left):
+                v.fetch(v.at(next_lines, LINE_BYTES * line))
         for j in range(num_left):
             tiles.load(4 + j, b.add(b.add(left, b.mul(k, v.number(2))), b.mul(stride, v.number(16 * j))), stride)
         for i in range(num_right):
@@ -197,15 +204,18 @@ def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_
 
 
 @intrinsic
-def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, scratch, num_rows, num_columns):
-    """out[column, row] of the same products, columns packed one after another. scratch: address of 1024 bytes."""
+def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, scratch, ahead, num_rows, num_columns):
+    """out[column, row] of the same products, columns packed one after another.
+
+    scratch: address of 1024 bytes. ahead: address of the rows that come next, which lie without gaps.
+    """
     num_left, num_right = length(num_rows), length(num_columns)
 
     def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
-        rows, stride, packed, count, out, out_stride, scratch = arguments[:7]
+        rows, stride, packed, count, out, out_stride, scratch, ahead = arguments[:8]
         b = v.builder
         block = b.mul(count, v.number(TILE_BYTES // 32))
-        _accumulate(v, tiles, (rows, stride, num_left), (packed, block, num_right), count)
+        _accumulate(v, tiles, (rows, stride, num_left), (packed, block, num_right), count, ahead)
         for j in range(num_left):
             for i in range(num_right):
                 tiles.store(j * num_right + i, scratch, v.number(64))
@@ -214,5 +224,5 @@ def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, 
                     place = b.add(out, b.mul(out_stride, v.number(16 * i + number)))
                     v.store_floats(line, v.at(place, 64 * j))
 
-    signature = types.void(rows, stride, packed, count, out, out_stride, scratch, num_rows, num_columns)
+    signature = types.void(rows, stride, packed, count, out, out_stride, scratch, ahead, num_rows, num_columns)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)

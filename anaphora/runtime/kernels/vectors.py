@@ -8,7 +8,8 @@ Elements are bfloat16 (a tuple of 2, its bytes) or float32 (a tuple of 4). Opera
 
     float32     as it is
     bfloat16    as float32, in runs of 2 × lanes: the even ones, then the odd ones, which is how a register of bfloat16
-                falls apart. (The CPU's own products of bfloat16 pairs, where it has them, are slower than this.)
+                falls apart; what is left behind the last run is in order. (The CPU's own products of bfloat16 pairs,
+                where it has them, are slower than this.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+LINE_BYTES = 64
+"""Of a cache line, on every CPU that is worth the question."""
 
 
 def features(context: Any) -> str:
@@ -81,6 +85,13 @@ class Vectors:
         raw = self.builder.zext(self.load(address, ir.VectorType(I16, self.lanes), 2), wide)
         return self.builder.bitcast(self.builder.shl(raw, ir.Constant(wide, [16] * self.lanes)), self.type)
 
+    def load_element(self, base: Any, index: Any) -> Any:
+        """One element as float32."""
+        b, place = self.builder, _place(self.builder, base, index, self.element_bytes)
+        if self.element_bytes == 4:
+            return b.load(place, typ=F32)
+        return b.bitcast(b.shl(b.zext(b.load(place, typ=I16), I32), ir.Constant(I32, 16)), F32)
+
     def splat(self, scalar: Any) -> Any:
         undefined = ir.Constant(self.type, ir.Undefined)
         single = self.builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
@@ -115,6 +126,15 @@ class Vectors:
         for element, other in zip(elements, operand, strict=True):
             total = self.fma(element, other, total)
         return total
+
+    def fetch(self, address: Any) -> None:
+        """Ask for the cache line at an address that is read soon; one that is not the process's own does no harm."""
+        pointer = I8.as_pointer()
+        function = cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32]), "llvm.prefetch.p0"
+        )
+        read, second_level, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+        self.builder.call(function, [self.builder.inttoptr(address, pointer), read, second_level, data])
 
     def constant(self, value: float) -> Any:
         return ir.Constant(self.type, [value] * self.lanes)
@@ -192,6 +212,18 @@ def void(build: Callable[[Vectors, Any, tuple[int, ...]], None], signature: Any,
 
 
 @intrinsic
+def fetch_lines(tc, address, num_bytes):
+    """Ask for memory that is read soon, while there is something to wait for."""
+
+    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
+        address, num_bytes = arguments
+        with cgutils.for_range_slice(v.builder, v.number(0), num_bytes, v.number(LINE_BYTES), I64) as (offset, _):
+            v.fetch(v.builder.add(address, offset))
+
+    return void(build, types.void(address, num_bytes), (4,))
+
+
+@intrinsic
 def num_lanes(tc):
     """Tokens that one `score` takes."""
     return types.int64(), lambda context, builder, _, args: ir.Constant(I64, lanes(context))
@@ -209,10 +241,7 @@ def load_element(tc, base, index, element):
     size = length(element)
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        place = _place(builder, arguments[0], arguments[1], size)
-        if size == 4:
-            return builder.load(place, typ=F32)
-        return builder.bitcast(builder.shl(builder.zext(builder.load(place, typ=I16), I32), ir.Constant(I32, 16)), F32)
+        return Vectors(context, builder, size).load_element(arguments[0], arguments[1])
 
     return types.float32(types.int64, types.int64, element), generate
 
