@@ -17,10 +17,12 @@ import torch.nn.functional as F
 
 from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
+from anaphora.runtime.addresses import linear_parts
 from anaphora.runtime.attention import AttentionCall, PagedContext
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
-from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations, normalise, tensor
+from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, NotRecognisedError, Rotations, normalise, tensor
 from anaphora.runtime.kernels import barrier, panel_step, step, tiles
+from anaphora.runtime.kernels.int8 import unpack_matrices
 from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, chunk_bytes, result_bytes
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 from anaphora.runtime.threads import ThreadTeam
@@ -52,12 +54,13 @@ class PanelStep:
         if not isinstance(mlp, GatedMlp):
             raise NotRecognisedError(f"its MLP is a {type(mlp).__name__}")
         weight = tensor(mlp.gate)
-        if weight.dtype != torch.bfloat16:
+        if tensor(decoder.norm.parameters).dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
         if more := _more_than_a_llama(decoder, mlp, kinds):
             raise NotRecognisedError(f"it has {more}")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
+        self._has_codes = "codes" in mlp.gate
         self._mlp_size, self._hidden_size = weight.shape
         self._decoder, self._few_tokens = decoder, few_tokens
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -66,6 +69,7 @@ class PanelStep:
         self._eps = np.array([[0.0 if norm is None else norm.eps for norm in four] for four in norms], np.float32)
         self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
         self._own = torch.empty(0, dtype=torch.uint8)
+        self._unpacked = torch.empty(0, dtype=torch.bfloat16)
 
     def takes(self, num_tokens: int, context: object) -> bool:
         """Whether this step is one for the tile unit."""
@@ -138,15 +142,40 @@ class PanelStep:
             dim,
             chunk_bytes(dim),
         ]
+        eps = self._eps[list(numbers)]
         arguments = (
-            team.num_threads, addresses, np.array(sizes, dtype=np.int64), self._eps[list(numbers)],
             np.float32(self._decoder.layers[0].scaling), panels.data_ptr(), queries.data_ptr(), cos.data_ptr(),
             sin.data_ptr(), group.slot_mapping.numpy(), readers.rows.ctypes.data, readers.sequences, readers.items,
             readers.starts, readers.visible.ctypes.data, team.barrier.ctypes.data, self._own.data_ptr(), own_size,
             self._configuration.ctypes.data,
         )  # fmt: skip
-        team.run(lambda thread: panel_step.run_layers(thread, *arguments), self._abandon)
+
+        def run(part: slice) -> None:
+            layers = (team.num_threads, addresses[part], np.array(sizes, dtype=np.int64), eps[part])
+            team.run(lambda thread: panel_step.run_layers(thread, *layers, *arguments), self._abandon)
+
+        if not self._has_codes:
+            run(slice(None))
+        for place, number in enumerate(numbers if self._has_codes else ()):
+            self._unpack(self._decoder.layers[number], addresses[place])
+            run(slice(place, place + 1))
         return panels.transpose(1, 2).reshape(-1, hidden.shape[1])[:num_tokens]
+
+    def _unpack(self, layer: DecoderLayer, addresses: Int64) -> None:
+        """Make bfloat16 of one layer's codes, in memory that the next layer takes over, and note where they are."""
+        matrices = [(column, tensor(linear), linear["scales"]) for column, linear in linear_parts(layer)]
+        size = sum(codes.numel() for _, codes, _ in matrices)
+        if self._unpacked.numel() < size:
+            self._unpacked = torch.empty(size, dtype=torch.bfloat16)
+        begin, table = 0, np.empty((len(matrices), 5), dtype=np.int64)
+        for row, (column, codes, scales) in zip(table, matrices, strict=True):
+            if scales is None:
+                raise NotRecognisedError("a weight is missing")
+            addresses[column] = self._unpacked.data_ptr() + 2 * begin
+            row[:] = codes.data_ptr(), scales.data_ptr(), *codes.shape, addresses[column]
+            begin += codes.numel()
+        num_threads = self._team.num_threads
+        self._team.run(lambda thread: unpack_matrices(thread, num_threads, table, (0, 0)), self._abandon)
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
