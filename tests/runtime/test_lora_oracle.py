@@ -205,6 +205,22 @@ def test_an_embedding_is_that_of_its_adapter(
         assert float((own - given[0]).abs().max()) > APART or name is None
 
 
+def test_embeddings_share_what_is_cached_with_their_own_adapter_only(
+    module: Any, folders: dict[str, Path], references: dict[str | None, Any]
+) -> None:
+    llm = make_llm(module, folders)
+    for name in (None, "mlp", "all"):
+        given = [llm.embed([PROMPT], normalize=False, adapter=name)[0] for _ in range(2)]
+        assert [output.num_cached_tokens for output in given] == [0, 64]
+        with torch.inference_mode():
+            states = references[name].model(input_ids=torch.tensor([PROMPT]), use_cache=False).last_hidden_state
+        for output in given:
+            assert float((torch.tensor(output.embedding) - states[0, -1]).abs().max()) < TOLERANCE
+        output = ask(llm, name)  # and with generation under the same adapter
+        assert output.num_cached_tokens == 64
+        is_exact(references[name], output)
+
+
 def test_choices_and_streams_take_an_adapter(
     module: Any, folders: dict[str, Path], references: dict[str | None, Any]
 ) -> None:
