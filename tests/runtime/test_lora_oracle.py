@@ -205,6 +205,22 @@ def test_an_embedding_is_that_of_its_adapter(
         assert float((own - given[0]).abs().max()) > APART or name is None
 
 
+def test_embeddings_share_what_is_cached_with_their_own_adapter_only(
+    module: Any, folders: dict[str, Path], references: dict[str | None, Any]
+) -> None:
+    llm = make_llm(module, folders)
+    for name in (None, "mlp", "all"):
+        given = [llm.embed([PROMPT], normalize=False, adapter=name)[0] for _ in range(2)]
+        assert [output.num_cached_tokens for output in given] == [0, 64]
+        with torch.inference_mode():
+            states = references[name].model(input_ids=torch.tensor([PROMPT]), use_cache=False).last_hidden_state
+        for output in given:
+            assert float((torch.tensor(output.embedding) - states[0, -1]).abs().max()) < TOLERANCE
+        output = ask(llm, name)  # and with generation under the same adapter
+        assert output.num_cached_tokens == 64
+        is_exact(references[name], output)
+
+
 def test_choices_and_streams_take_an_adapter(
     module: Any, folders: dict[str, Path], references: dict[str | None, Any]
 ) -> None:
@@ -292,7 +308,7 @@ def test_a_replaced_adapter_is_never_hit_and_who_runs_ends_with_the_old_one(
     is_exact(new, after)
     assert after.num_cached_tokens == (0 if max_loras == 1 else 64)
     assert ask(llm).num_cached_tokens == 64 and base.num_cached_tokens == 0
-    assert num_pinned(llm) == 0 and len(engine._registry.in_memory) == 1
+    assert num_pinned(llm) == 0 and len(engine._executor._adapters) == 1
 
 
 def test_content_is_the_identity_whatever_it_is_called(module: Any, tmp_path: Path) -> None:
@@ -307,7 +323,7 @@ def test_content_is_the_identity_whatever_it_is_called(module: Any, tmp_path: Pa
     assert ask(llm, "two").num_cached_tokens == 64
     for name in ("two", "regex"):
         llm.unload_adapter(name)
-    assert llm.engine._registry.in_memory == frozenset()
+    assert llm.engine._executor._adapters == {}
     assert llm.engine._executor._stacks._layers == ()  # nothing of it is left
     with pytest.raises(UnknownAdapterError):
         ask(llm, "one")
@@ -340,14 +356,14 @@ def test_what_left_memory_is_read_again_and_must_be_the_same(module: Any, tmp_pa
     references = {name: merged(module, folder) for name, folder in folders.items()}
     llm = make_llm(module, folders, max_loras=2)
     digests = {info.name: info.digest for info in llm.engine.adapters}
-    registry = llm.engine._registry
-    assert registry.in_memory == {digests["b"], digests["c"]}
+    in_memory = llm.engine._executor._adapters
+    assert in_memory.keys() == {digests["b"], digests["c"]}
     assert ask(llm, "b").num_cached_tokens == 0
     first = ask(llm, "a")  # in the place of c, which was not used since
-    assert registry.in_memory == {digests["a"], digests["b"]}
+    assert in_memory.keys() == {digests["a"], digests["b"]}
     is_exact(references["a"], first)
     ask(llm, "c")
-    assert registry.in_memory == {digests["a"], digests["c"]}
+    assert in_memory.keys() == {digests["a"], digests["c"]}
     again = ask(llm, "b")
     assert again.num_cached_tokens == 64  # its blocks stayed
     is_exact(references["b"], again)
