@@ -9,16 +9,19 @@
 # PYTHON       the interpreter that makes the environment:    make test PYTHON=python3.12
 # TORCH_INDEX  package index that torch comes from, if not pip's own. On Linux PyPI's torch brings several GB of CUDA
 #              libraries; the CPU build is smaller:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# WORKERS      processes that share the tests, one thread and about 2 GB of memory each:    make test WORKERS=8
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
+WORKERS     ?= 2
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
 
 # Idle OpenMP threads spin by default, and more threads than cores make every step wait for the slowest:
 # on a small or shared machine that costs far more than it gains.
-TEST_ENV := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest
 
 .PHONY: demo test lint bench setup clean
 
@@ -27,8 +30,10 @@ demo: $(STAMP)
 	$(BIN)/anaphora demo
 
 test: lint
-	@echo "running the tests (some minutes) ..."
-	$(TEST_ENV) $(BIN)/python -m pytest
+	@echo "running the tests in $(WORKERS) processes (some minutes) ..."
+	$(PYTEST) -m "not timing" -n $(WORKERS) --dist loadfile
+	@echo "running the tests that look at the clock, alone ..."
+	$(PYTEST) -m timing
 
 lint: $(STAMP)
 	@echo "checking style and types ..."

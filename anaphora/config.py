@@ -151,6 +151,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.reproducible and not self.fast_forward:
             raise ConfigError("reproducible needs the engine's own forward pass: leave fast_forward on")
+        if self.reproducible and self.quantization is not None:
+            raise ConfigError(
+                "reproducible needs full weights, as the kernels for others sum in an order that depends on the number "
+                "of tokens: leave quantization or reproducible out"
+            )
         if self.warm_up is not None and not isinstance(self.warm_up, bool):
             raise ConfigError(f"warm_up must be True, False or None, got {self.warm_up!r}")
         _choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)

@@ -87,7 +87,9 @@ def equal(
 
 def cost(model: str = "smollm2-135m", rounds: str = "3") -> None:
     module = load_model(model).module
-    engines = {name: LLM(module, num_blocks=1024, reproducible=on) for name, on in (("usual", False), ("same", True))}
+    engines = {
+        name: LLM(module, num_blocks=1024, reproducible=on) for name, on in (("usual", False), ("reproducible", True))
+    }
     draw = random.Random(1)
     nine = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
 
@@ -113,7 +115,7 @@ def cost(model: str = "smollm2-135m", rounds: str = "3") -> None:
                 for label, value in found.items():
                     times.setdefault((label, name), []).append(value)
     for (row, name), values in sorted(times.items()):
-        print(f"{row:18} {name:6} " + " ".join(f"{f(values):8.1f}" for f in (min, statistics.median, max)))
+        print(f"{row:18} {name:12} " + " ".join(f"{f(values):8.1f}" for f in (min, statistics.median, max)))
 
 
 if __name__ == "__main__":

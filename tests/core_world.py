@@ -279,7 +279,7 @@ class World:
         self.now_s += 1
         if plan is None:
             return None
-        assert plan.num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
+        assert sum(len(each.token_ids) for each in plan.scheduled) <= self.scheduler.max_num_batched_tokens
         assert len(plan.scheduled) <= self.scheduler.max_num_seqs
         self.expected.num_steps += 1
         check_cache(self.cache)

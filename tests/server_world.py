@@ -20,6 +20,9 @@ from anaphora.server.run import Server, bind
 
 BOS, END = "<s>", "<end>"
 
+PATIENCE_S = 120.0
+"""Before what does not come is given up: as much as a loaded machine may need, as no claim is about it."""
+
 CHAT_TEMPLATE = (
     "<s>{% if tools %}<tools>{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
@@ -56,7 +59,7 @@ class Live:
     client: httpx2.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx2.Client(base_url=self.url, timeout=30)
+        self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE_S)
 
     def post(self, path: str, status: int = 200, headers: dict[str, str] | None = None, **body: Any) -> Any:
         reply = self.client.post(path, json=body, headers=headers)
@@ -107,12 +110,12 @@ def serving(engine: Engine, config: ServerConfig | None = None, **options: Any) 
     listener = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(PATIENCE_S)
     live = Live(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, app, server)
     try:
         yield live
     finally:
         live.client.close()
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()

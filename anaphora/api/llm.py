@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from anaphora.api.choices import Choices
 from anaphora.api.embedding import EmbeddingOutput
-from anaphora.api.interrupts import held_interrupts
-from anaphora.api.prompts import (
-    Prompt,
-    conversation_list,
-    is_conversation,
-    per_request,
-    prompt_list,
-)
+from anaphora.api.open_requests import OnOutput, OpenRequests, Render, Wanted, wanted_of
+from anaphora.api.prompts import Prompt, conversation_list, is_conversation, prompt_list
 from anaphora.config import EngineConfig
 from anaphora.engine.adapters import AdapterInfo
 from anaphora.engine.chat_template import Message, render_chat
 from anaphora.engine.engine import Engine
 from anaphora.engine.image_parts import chat_prompt, without_images
-from anaphora.engine.multimodal import PreparedPrompt, text_of
+from anaphora.engine.multimodal import PreparedPrompt
 from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.protocols import Tokenizer
-from anaphora.engine.ttft import TtftParts
-from anaphora.errors import AnaphoraError, ConfigError, UnknownRequestError
+from anaphora.errors import ConfigError
 from anaphora.pooling_params import PoolingParams
 from anaphora.salt_regions import CacheSalt
 from anaphora.sampling_params import SamplingParams, embedding_params
-
-_Add = Callable[..., None]
-"""`LLM._add`, or `_add_chat` with its options bound."""
 
 
 class LLM:
@@ -75,8 +62,7 @@ class LLM:
 
     def _begin(self, engine: Engine) -> None:
         self.engine = engine
-        self._num_requests = 0
-        self._receivers: dict[str, Callable[[StepOutput], None]] = {}  # by live request
+        self._open = OpenRequests(engine)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -90,20 +76,17 @@ class LLM:
         cache_salt: CacheSalt | Sequence[CacheSalt | None] | None = None,
         priority: int | Sequence[int] = 0,
         adapter: str | Sequence[str | None] | None = None,
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; the outputs in the order of the prompts.
 
         prompts: text or token ids, or a list of those. adapter: name of a LoRA adapter; see load_adapter.
         sampling_params, cache_salt, priority, adapter: one for all, or a list of one for each prompt. All are checked
-        before the first one runs. Raises RequestError, AdapterError; on that, and on KeyboardInterrupt, nothing of this
-        call is left in the engine.
+        before the first one runs. on_output: is told of each prompt as it ends, by its index, with its output. Raises
+        RequestError, AdapterError; on that, and on KeyboardInterrupt, nothing of this call is left in the engine.
         """
-        todo = prompt_list(prompts)
-        params = per_request("sampling_params", _or_default(sampling_params), len(todo))
-        salts = per_request("cache_salt", cache_salt, len(todo))
-        priorities = per_request("priority", priority, len(todo))
-        adapters = per_request("adapter", adapter, len(todo))
-        return self._run(list(zip(todo, params, salts, priorities, adapters, strict=True)), self._add)
+        todo = wanted_of(prompt_list(prompts), sampling_params, cache_salt, priority, adapter)
+        return self._open.run(todo, None, on_output)
 
     def chat(
         self,
@@ -115,19 +98,15 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        on_output: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """As generate, for one conversation or several, rendered by the model's chat template.
 
         messages: a list of {"role": ..., "content": ...}, or a list of such lists; where the model reads images, a
         content may be a list of parts with images among them (docs/multimodal.md). tools: as the template wants them.
         """
-        todo = conversation_list(messages)
-        params = per_request("sampling_params", _or_default(sampling_params), len(todo))
-        salts = per_request("cache_salt", cache_salt, len(todo))
-        priorities = per_request("priority", priority, len(todo))
-        adapters = per_request("adapter", adapter, len(todo))
-        add = partial(self._add_chat, tools=tools, add_generation_prompt=add_generation_prompt)
-        return self._run(list(zip(todo, params, salts, priorities, adapters, strict=True)), add)
+        todo = wanted_of(conversation_list(messages), sampling_params, cache_salt, priority, adapter)
+        return self._open.run(todo, self._renderer(tools, add_generation_prompt), on_output)
 
     def embed(
         self,
@@ -164,21 +143,9 @@ class LLM:
         With n > 1, `index` says which sequence gained something. The request begins when the first StepOutput is asked
         for; closing the generator early aborts it.
         """
-        received: deque[StepOutput] = deque()
         params = SamplingParams() if sampling_params is None else sampling_params
-        request_ids: list[str] = []
-        add: _Add = self._add
-        if is_conversation(prompt):
-            add = partial(self._add_chat, tools=tools, add_generation_prompt=add_generation_prompt)
-        try:
-            with held_interrupts():
-                add(prompt, params, cache_salt, priority, adapter, receive=received.append, request_ids=request_ids)
-            while received or not self._receivers.keys().isdisjoint(request_ids):
-                while not received:
-                    self._step()
-                yield received.popleft()
-        finally:
-            self._close(request_ids)
+        render = self._renderer(tools, add_generation_prompt) if is_conversation(prompt) else None
+        return self._open.stream(Wanted(prompt, params, cache_salt, priority, adapter), render)
 
     def load_adapter(self, name: str, folder: str | os.PathLike[str], *, replace: bool = False) -> AdapterInfo:
         """From now on requests may name the LoRA adapter in this folder, as PEFT writes it.
@@ -219,130 +186,12 @@ class LLM:
         """Counters, gauges and times as plain data."""
         return self.engine.stats()
 
-    # -- the requests of this object in the engine ---------------------------------------------------------------------
-
-    def _run(self, todo: Sequence[tuple[Any, ...]], add: _Add) -> list[RequestOutput]:
-        """todo: the positional arguments of `add` for each prompt."""
-        outputs: dict[int, RequestOutput] = {}
-
-        def receive(index: int, step: StepOutput) -> None:
-            if step.output is not None:
-                outputs[index] = step.output
-
-        request_ids: list[str] = []
-        try:
-            for index, arguments in enumerate(todo):
-                try:
-                    with held_interrupts():
-                        add(*arguments, receive=partial(receive, index), request_ids=request_ids)
-                except AnaphoraError as error:
-                    if len(todo) > 1:
-                        error.add_note(f"in prompt {index} of {len(todo)}")
-                    raise
-            while len(outputs) < len(todo):
-                self._step()
-        finally:
-            self._close(request_ids)
-        return [outputs[index] for index in range(len(todo))]
-
-    def _add_chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        cache_salt: CacheSalt | None,
-        priority: int,
-        adapter: str | None,
-        *,
-        tools: Sequence[Any] | None,
-        add_generation_prompt: bool,
-        receive: Callable[[StepOutput], None],
-        request_ids: list[str],
-    ) -> None:
-        arrival_s = self.engine.clock()  # rendering is part of the time to the first token
+    def _renderer(self, tools: Sequence[Any] | None, add_generation_prompt: bool) -> Render:
         render = partial(render_chat, self.tokenizer, tools=tools, add_generation_prompt=add_generation_prompt)
-        prompt: Prompt | PreparedPrompt
-        if self.engine.image_token is None:
-            prompt = render(without_images(messages))
-        else:
-            prompt = chat_prompt(self.engine, messages, render)
-        self._add(
-            prompt,
-            params,
-            cache_salt,
-            priority,
-            adapter,
-            receive=receive,
-            request_ids=request_ids,
-            arrival_s=arrival_s,
-            add_special_tokens=False,
-        )
 
-    def _add(
-        self,
-        prompt: Prompt | PreparedPrompt,
-        params: SamplingParams,
-        cache_salt: CacheSalt | None,
-        priority: int,
-        adapter: str | None,
-        *,
-        receive: Callable[[StepOutput], None],
-        request_ids: list[str],
-        arrival_s: float | None = None,
-        add_special_tokens: bool = True,
-    ) -> None:
-        """Queue the n requests of one prompt. The ids of those that got in are in request_ids afterwards."""
-        arrival_s = self.engine.clock() if arrival_s is None else arrival_s
-        choices = (
-            params.choices() if isinstance(params, SamplingParams) else [params]
-        )  # anything else is refused by add_request
-        gathered = Choices(len(choices), text_of(prompt))
+        def to_prompt(messages: Sequence[Message]) -> Prompt | PreparedPrompt:
+            if self.engine.image_token is None:
+                return render(without_images(messages))
+            return chat_prompt(self.engine, messages, render)
 
-        def receive_choice(index: int, step: StepOutput) -> None:
-            receive(gathered.add(index, step))
-
-        if len(choices) > 1:  # text becomes tokens once
-            prompt = self.engine.encode(prompt, add_special_tokens=add_special_tokens)
-        before = TtftParts(tokenize_s=self.engine.clock() - arrival_s)
-        for index, choice in enumerate(choices):
-            request_id = f"llm-{self._num_requests}"
-            self._num_requests += 1
-            with held_interrupts():
-                self.engine.add_request(
-                    request_id,
-                    prompt,
-                    choice,
-                    cache_salt=cache_salt,
-                    priority=priority,
-                    arrival_s=arrival_s,
-                    before=before,
-                    add_special_tokens=add_special_tokens,
-                    adapter=adapter,
-                )
-                self._receivers[request_id] = partial(receive_choice, index)
-                request_ids.append(request_id)
-
-    def _step(self) -> None:
-        """One step of the engine, for every open call of this object: streams that wait, and a generate among them."""
-        if self.engine.num_unfinished > len(self._receivers):
-            raise AnaphoraError(
-                "llm.engine has requests that were added to it directly: step it until they have finished"
-            )
-        if self.engine.num_unfinished < len(self._receivers):
-            raise AnaphoraError("a request of this LLM was ended through llm.engine: drive it from one place only")
-        with held_interrupts():
-            for output in self.engine.step():
-                self._receivers[output.request_id](output)
-                if output.finished:
-                    del self._receivers[output.request_id]
-
-    def _close(self, request_ids: Iterable[str]) -> None:
-        """Leave nothing of these requests behind; those that have finished left nothing."""
-        with held_interrupts():
-            for request_id in request_ids:
-                if self._receivers.pop(request_id, None) is not None:
-                    with contextlib.suppress(UnknownRequestError):  # it was ended through llm.engine
-                        self.engine.abort(request_id)
-
-
-def _or_default(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams | Sequence[SamplingParams]:
-    return SamplingParams() if params is None else params
+        return to_prompt

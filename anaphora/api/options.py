@@ -23,7 +23,7 @@ def find_hash_function(name: str) -> HashFunction:
             import xxhash
         except ImportError:
             raise ConfigError(
-                "hash_algorithm xxh3_128 needs the xxhash package: pip install 'anaphora[fast-hash]', or use sha256"
+                "hash_algorithm xxh3_128 needs the xxhash package: pip install xxhash, or use sha256"
             ) from None
         function: HashFunction = xxhash.xxh3_128
         return function

@@ -37,10 +37,11 @@ def _sample(document: Mapping[str, Any]) -> Iterator[str]:
         return
     trials = [row["num_trials"] for row in rows]
     count = f"{min(trials)}" if min(trials) == max(trials) else f"{min(trials)} to {max(trials)}"
+    noun = "trial" if max(trials) == 1 else "trials"
     total = sum(row["num_requests"] for row in rows)
     targets = len({row["target"] for row in rows})
     in_turn = ", the targets in turn within each" if targets > 1 else ""
-    yield f"Sample: {count} trials of each case{in_turn}; {total:,} measured requests in all."
+    yield f"Sample: {count} {noun} of each case{in_turn}; {total:,} measured requests in all."
     if min(trials) < 6:
         yield (
             f"Fewer than 6 trials cannot place a median with {WANTED_CONFIDENCE:.0%} confidence: their intervals are "
@@ -48,8 +49,8 @@ def _sample(document: Mapping[str, Any]) -> Iterator[str]:
         )
     if document["num_resumed_trials"]:
         yield (
-            f"{document['num_resumed_trials']} trials come from an earlier start of this run: its engines and its "
-            "moment were others."
+            f"Trials from an earlier start of this run: {document['num_resumed_trials']}. Its engines and its moment "
+            "were others."
         )
     if document["is_cut_short"]:
         yield "The time budget ended the run before all rounds were done."

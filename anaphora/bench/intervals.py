@@ -29,10 +29,6 @@ class Interval:
     confidence: float
     num_values: int
 
-    @property
-    def is_certain(self) -> bool:
-        return self.confidence >= WANTED_CONFIDENCE
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

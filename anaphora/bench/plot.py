@@ -16,7 +16,7 @@ def check_plotting() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'anaphora[plot]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def write_plots(document: Mapping[str, Any], folder: Path) -> list[Path]:

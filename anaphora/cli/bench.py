@@ -84,7 +84,7 @@ def bench(
     fresh: Annotated[bool, _run("--fresh", help="Begin anew, whatever the state file holds.")] = False,
     csv: Annotated[Path | None, _run(help="Write the rows here.")] = None,
     markdown: Annotated[Path | None, _run(help="Write the whole report here.")] = None,
-    plot: Annotated[Path | None, _run(metavar="DIR", help=r"Write pictures here (needs anaphora\[plot]).")] = None,
+    plot: Annotated[Path | None, _run(metavar="DIR", help="Write pictures here (needs matplotlib).")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure prefix caching: the same requests to every target in turn. A killed run goes on when run again."""
@@ -135,7 +135,7 @@ def bench(
     journal = Journal(state, {**plan.identity(targets), "versions": versions()})
     num_resumed = len(journal.trials)
     if num_resumed:
-        console.stderr().print(f"{num_resumed} trials are in {state} already; --fresh would begin anew")
+        console.stderr().print(f"finished trials in {state}: {num_resumed}; --fresh would begin anew")
     seconds = budget if budget is not None else _QUICK_S if quick else None
     with _progress(plan.num_trials(targets)) as progress:
         run_plan(

@@ -37,6 +37,8 @@ def chat(
 
     /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops the answer. Piped input is one turn a line.
     """
+    if sampling.logprobs is not None:
+        raise typer.BadParameter("--logprobs has no place in a conversation: see `generate --logprobs --json`")
     params = sampling.params()
     engine.check_names(needs_chat_template=True)
     llm = engine.load()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
 from anaphora.cli import console
 from anaphora.cli.options import JsonFlag
+from anaphora.cli.running_server import RunningServer
 from anaphora.errors import ConfigError, InvalidParameterError, ServerUnreachableError
 
 _TIMEOUT_S = 60.0
-_MAX_REPLY_BYTES = 1 << 20
 
 
 def forget(
@@ -44,7 +40,8 @@ def forget(
         "prompt": prompt if prompt_ids is None else _numbers(prompt_ids),
         "model": model,
     }
-    reply = _post(url, api_key, {name: value for name, value in fields.items() if value is not None})
+    server = RunningServer(url, api_key, _TIMEOUT_S)
+    reply = _post(server, {name: value for name, value in fields.items() if value is not None})
     if as_json:
         console.print_json(reply)
         return
@@ -60,33 +57,18 @@ def _numbers(text: str) -> list[int]:
         raise ConfigError(f"--prompt-ids must be integers separated by commas, got {text[:80]!r}") from None
 
 
-def _post(url: str, api_key: str | None, fields: dict[str, Any]) -> dict[str, Any]:
-    """Raises ConfigError, InvalidParameterError for what the server refuses, ServerUnreachableError."""
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError(f"the server must be given as http://HOST:PORT, got {url!r}")
-    headers = {"Content-Type": "application/json"}
-    if api_key is not None:
-        if not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key holds characters that no header can carry: check it")
-        headers["Authorization"] = f"Bearer {api_key}"
-    body = json.dumps(fields).encode()
-    request = urllib.request.Request(url.rstrip("/") + "/forget_prefix_cache", body, headers)
+def _post(server: RunningServer, fields: dict[str, Any]) -> dict[str, Any]:
+    """Raises InvalidParameterError for what the server refuses, ServerUnreachableError."""
+    status, text = server.post("/forget_prefix_cache", fields)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            status, data = answer.status, answer.read(_MAX_REPLY_BYTES)
-    except urllib.error.HTTPError as refusal:
-        with refusal:
-            status, data = refusal.code, refusal.read(_MAX_REPLY_BYTES)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ServerUnreachableError(f"{url} does not answer ({reason}): is the server running there?") from error
-    try:
-        reply = json.loads(data)
+        reply = json.loads(text)
         message = None if status == 200 else reply["error"]["message"]
         if message is None and "forgotten" not in reply:
             raise KeyError("forgotten")
     except (ValueError, KeyError, TypeError):
-        raise ServerUnreachableError(f"{url} answers {status} and is no Anaphora server: check the URL") from None
+        raise ServerUnreachableError(
+            f"{server.url} answers {status} and is no Anaphora server: check the URL"
+        ) from None
     if message is not None:
         raise InvalidParameterError(f"the server refuses ({status}): {message}")
     return dict(reply)

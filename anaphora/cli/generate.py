@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from anaphora.cli import console
 from anaphora.cli.options import CacheSalt, EngineOptions, JsonFlag, SamplingOptions, flatten_options
 from anaphora.cli.prompts import read_prompts
 from anaphora.cli.report import Limits, request_document, request_line
+from anaphora.engine.outputs import RequestOutput
 from anaphora.errors import StepFailedError
 
 
@@ -56,14 +58,13 @@ def generate(
     texts = read_prompts(prompts or [], file or [])
     with console.only_json() if as_json else contextlib.nullcontext():
         llm = engine.load()
-        limits = Limits.of(llm.engine, params)
+        show = None if as_json else InOrder(texts, Limits.of(llm.engine, params))
         if chat:
             first = [] if system is None else [{"role": "system", "content": system}]
-            outputs = llm.chat(
-                [[*first, {"role": "user", "content": text}] for text in texts], params, cache_salt=cache_salt
-            )
+            messages = [[*first, {"role": "user", "content": text}] for text in texts]
+            outputs = llm.chat(messages, params, cache_salt=cache_salt, on_output=show)
         else:
-            outputs = llm.generate(texts, params, cache_salt=cache_salt)
+            outputs = llm.generate(texts, params, cache_salt=cache_salt, on_output=show)
         stats = llm.stats()
     if as_json:
         console.print_json(
@@ -75,16 +76,34 @@ def generate(
                 "stats": dataclasses.asdict(stats),
             }
         )
-    else:
-        out = console.stdout()
-        for number, (text, output) in enumerate(zip(texts, outputs, strict=True), start=1):
-            if len(texts) > 1:
-                out.print(f"[{number}/{len(texts)}] {_shorten(text)}", style="bold")
-            out.out(output.outputs[0].text)
-            out.print(request_line(output, limits), style="dim")
     failed = [f"{number} ({output.error})" for number, output in enumerate(outputs, start=1) if output.error]
     if failed:
         raise StepFailedError(f"{len(failed)} of {len(outputs)} requests failed: {', '.join(failed)}")
+
+
+class InOrder:
+    """Prints each output as soon as all before it have been printed."""
+
+    def __init__(self, texts: Sequence[str], limits: Limits) -> None:
+        self._texts = texts
+        self._limits = limits
+        self._waiting: dict[int, RequestOutput] = {}
+        self._num_shown = 0
+
+    def __call__(self, index: int, output: RequestOutput) -> None:
+        self._waiting[index] = output
+        while (ready := self._waiting.pop(self._num_shown, None)) is not None:
+            self._show(ready)
+            self._num_shown += 1
+
+    def _show(self, output: RequestOutput) -> None:
+        out = console.stdout()
+        if len(self._texts) > 1:
+            text = _shorten(self._texts[self._num_shown])
+            out.print(f"[{self._num_shown + 1}/{len(self._texts)}] {text}", style="bold")
+        out.out(output.outputs[0].text)
+        out.print(request_line(output, self._limits), style="dim")
+        out.file.flush()
 
 
 def _shorten(text: str, width: int = 72) -> str:

@@ -12,7 +12,6 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from anaphora.api.openmp import let_idle_threads_sleep
 from anaphora.cli import console
@@ -21,11 +20,13 @@ from anaphora.cli.chat import chat
 from anaphora.cli.demo import demo
 from anaphora.cli.forget import forget
 from anaphora.cli.generate import generate
+from anaphora.cli.help import PlainCommand, PlainGroup
 from anaphora.cli.models import models
 from anaphora.cli.serve import serve
 from anaphora.cli.simulate import simulate
 from anaphora.cli.top import top
 from anaphora.errors import (
+    AdapterError,
     AnaphoraError,
     ConfigError,
     ModelFileError,
@@ -34,10 +35,10 @@ from anaphora.errors import (
     UnsupportedModelError,
 )
 
-_USER_ERRORS = (ConfigError, RequestError, UnknownModelError, ModelFileError, UnsupportedModelError)
+_USER_ERRORS = (AdapterError, ConfigError, RequestError, UnknownModelError, ModelFileError, UnsupportedModelError)
 
 
-class _ReportingGroup(TyperGroup):
+class _ReportingGroup(PlainGroup):
     """Turns the errors that Anaphora raises on purpose into one line and an exit code; others keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -55,6 +56,7 @@ app = typer.Typer(
     help="LLM serving that never computes the same beginning twice.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -80,7 +82,7 @@ def _options(
 
 
 for _command in (generate, chat, serve, demo, models, simulate, bench, top, forget):
-    app.command()(_command)
+    app.command(cls=PlainCommand)(_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,13 +5,19 @@ Every option can stand in a file (--config), under its long name; the command li
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
 import logging
+import os
+import signal
 import sys
+import threading
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +26,7 @@ from anaphora.cli import console
 from anaphora.cli.options import EngineOptions, flatten_options
 from anaphora.config import EngineConfig
 from anaphora.errors import ConfigError
+from anaphora.runtime.lora.folder import check_folder
 from anaphora.runtime.sources.names import check_names
 from anaphora.server.config import ServerConfig
 
@@ -38,7 +45,7 @@ class ServerOptions:
     port: Annotated[int, _option(help="Port to listen on; 0 takes a free one.")] = 8000
     api_key_file: Annotated[
         Path | None,
-        _option(help=r"Lines of KEY TENANT \[admin], or JSON: only these keys may call. See docs/security.md."),
+        _option(help="Lines of KEY TENANT [admin], or JSON: only these keys may call. See docs/security.md."),
     ] = None
     secret_file: Annotated[
         Path | None, _option(help="Secret of the tenants' salts; without it every start draws another one.")
@@ -137,7 +144,25 @@ def _load(path: Path) -> dict[str, Any]:
     return document
 
 
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While the model is loaded, too: to the first process of a container SIGTERM means nothing by itself."""
+    if threading.current_thread() is not threading.main_thread():  # it alone gets signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
 @flatten_options
+@_ended_by_sigterm()
 def serve(
     model_name: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="The same as --model, and stronger.", show_default=False)
@@ -163,7 +188,9 @@ def serve(
         from anaphora.server.run import Server, bind
         from anaphora.server.tenants import load_api_keys
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the server needs the package {error.name}: pip install 'anaphora[server]'") from error
+        raise ConfigError(
+            f"the server needs the package {error.name}: pip install starlette uvicorn pydantic prometheus-client"
+        ) from error
 
     server_config = server.config()
     api_keys = None if server.api_key_file is None else load_api_keys(server.api_key_file)
@@ -176,6 +203,8 @@ def serve(
         raise ConfigError("--lora may not give an adapter the name of the model: choose another one")
     listener = bind(server.host, server.port)  # before the model is loaded: a taken port is told at once
     check_names(engine_config.model, engine_config.tokenizer)
+    for _, folder in adapters:
+        check_folder(os.path.expanduser(folder), max_rank=engine_config.max_lora_rank)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if api_keys is None and server.host not in _LOCAL:

@@ -65,9 +65,7 @@ def simulate(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the tokenizer (and chat template) for a log of requests.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help=r"Write hit rate against capacity here (needs anaphora\[plot]).")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write hit rate against capacity here (needs matplotlib).")] = None,
     as_json: JsonFlag = False,
     cost: Annotated[
         str | None,

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from anaphora.cli import console
 from anaphora.cli.options import JsonFlag
-from anaphora.cli.top_snapshot import Snapshot, Source, hit_rate, rate, ttft_percentile
+from anaphora.cli.running_server import RunningServer
+from anaphora.cli.top_snapshot import Snapshot, hit_rate, rate, snapshot_of, ttft_percentile
 from anaphora.errors import ConfigError, ServerUnreachableError
 
 _BAR_WIDTH = 40
@@ -39,31 +40,31 @@ def top(
     """Watch a server: its pool, hit rate, latency, what other pools would find, and its busiest beginnings."""
     if not 0.1 <= interval_s <= 3600:
         raise ConfigError(f"--interval must be from 0.1 to 3600 seconds, got {interval_s:g}")
-    source = Source(url, api_key)
-    first = source.snapshot()
+    server = RunningServer(url, api_key)
+    first = snapshot_of(server)
     if as_json:
         console.print_json(document(first))
     elif once or not sys.stdout.isatty():
         console.tables().print(view(url, first, None))
     else:
-        _watch(source, first, interval_s)
+        _watch(server, first, interval_s)
 
 
-def _watch(source: Source, first: Snapshot, interval_s: float) -> None:
+def _watch(server: RunningServer, first: Snapshot, interval_s: float) -> None:
     """Until Ctrl-C. A server that is away for a while is waited for."""
     screen = console.tables()
-    with Live(view(source.url, first, None), console=screen, screen=True, auto_refresh=False) as live:
+    with Live(view(server.url, first, None), console=screen, screen=True, auto_refresh=False) as live:
         earlier = first
         try:
             while True:
                 time.sleep(interval_s)
                 try:
-                    now = source.snapshot()
+                    now = snapshot_of(server)
                 except ServerUnreachableError as error:
                     live.update(str(error), refresh=True)
                     continue
                 restarted = now["engine_steps_total"] < earlier["engine_steps_total"]
-                live.update(view(source.url, now, None if restarted else earlier), refresh=True)
+                live.update(view(server.url, now, None if restarted else earlier), refresh=True)
                 earlier = now
         except KeyboardInterrupt:
             return

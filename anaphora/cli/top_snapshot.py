@@ -5,24 +5,20 @@ Knows /metrics and /debug/prefixes; must not know terminals.
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+from anaphora.cli.running_server import RunningServer
 from anaphora.errors import ConfigError, ServerUnreachableError
 
 _PREFIX = "anaphora:"
 _BUCKET = re.compile(r'time_to_first_token_seconds_bucket\{le="([^"]+)"\}')
 _POOL = re.compile(r'what_if_hit_rate\{pool="([^"]+)"\}')
-_MAX_REPLY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,53 +83,16 @@ def ttft_percentile(share: float, now: Snapshot, earlier: Snapshot | None = None
     return low
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where snapshots come from. Raises ConfigError for what is no URL of a server."""
-
-    url: str
-    api_key: str | None = None
-    timeout_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            is_server = False
-        if not is_server:
-            raise ConfigError(f"the server must be given as http://HOST:PORT, got {self.url!r}")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("the API key holds characters that no header can carry: check it")
-
-    def snapshot(self) -> Snapshot:
-        """Raises ServerUnreachableError, ConfigError if the server wants another key."""
-        status, text = self._get("/metrics")
-        if status in (401, 403):
-            raise ConfigError(f"{self.url} shows its metrics to admins only ({status}): give an admin's --api-key")
-        samples = parse_samples(text.splitlines()) if status == 200 else {}
-        if not samples:
-            raise ServerUnreachableError(
-                f"{self.url}/metrics answers {status} and is no Anaphora server: check the URL"
-            )
-        status, text = self._get("/debug/prefixes")
-        return Snapshot(time.monotonic(), samples, _prefixes(text) if status == 200 else None)
-
-    def _get(self, path: str) -> tuple[int, str]:
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        base = self.url.rstrip("/").removesuffix("/v1")  # what clients call the base URL does as well
-        request = urllib.request.Request(base + path, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
-                return reply.status, reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, ""
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise ServerUnreachableError(
-                f"{self.url} does not answer ({reason}): is the server running, and is this its address?"
-            ) from error
+def snapshot_of(server: RunningServer) -> Snapshot:
+    """Raises ServerUnreachableError, ConfigError if the server wants another key."""
+    status, text = server.get("/metrics")
+    if status in (401, 403):
+        raise ConfigError(f"{server.url} shows its metrics to admins only ({status}): give an admin's --api-key")
+    samples = parse_samples(text.splitlines()) if status == 200 else {}
+    if not samples:
+        raise ServerUnreachableError(f"{server.url}/metrics answers {status} and is no Anaphora server: check the URL")
+    status, text = server.get("/debug/prefixes")
+    return Snapshot(time.monotonic(), samples, _prefixes(text) if status == 200 else None)
 
 
 def parse_samples(lines: Iterable[str]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.eviction import PolicyFactory, policy_factory
 from anaphora.core.eviction.pinned import PinLimits, Pinned
 from anaphora.core.free_queue import FreeQueue
@@ -33,7 +34,8 @@ class BlockPool:
     pins: over that policy, what requests asked to keep longer; see core.eviction.pinned.
     num_side_groups: see core.side_index. on_lost: is told which beginnings the spine has lost by an eviction, before
     the evicted blocks are given out; it may call forget_sides.
-    ref_counts: owners of each block, by id. num_evicted: blocks that lost their hash so that another could use them.
+    ref_counts: owners of each block, by id. num_free: blocks without one: all that an allocation can get, blank or
+    cached. num_evicted: blocks that lost their hash so that another could use them.
     Raises ConfigError.
     """
 
@@ -56,23 +58,20 @@ class BlockPool:
         make_policy = policy_factory(policy) if isinstance(policy, str) else policy
         self.pins = Pinned(make_policy(self.index), self.index, num_blocks, pin_limits or PinLimits())
         self.free_queue = FreeQueue(num_blocks, self.pins)
+        self.num_free = num_blocks
         self.num_evicted = 0
-
-    @property
-    def num_free(self) -> int:
-        """Blocks without an owner: all that an allocation can get, blank or cached."""
-        return len(self.free_queue)
 
     @property
     def num_live(self) -> int:
         """Blocks with an owner."""
-        return self.num_blocks - len(self.free_queue)
+        return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[BlockId]:
         """`count` blocks with one owner each and nothing findable in them. The caller has checked `num_free`."""
         assert count <= self.num_free, "the cache manager checks num_free before it allocates"
         if count == 0:
             return []
+        self.num_free -= count
         blocks, cached = self.free_queue.take(count)
         if cached:
             self._evict(cached)
@@ -85,7 +84,7 @@ class BlockPool:
     def _evict(self, blocks: list[BlockId]) -> None:
         """Take the index entries away *before* the blocks are given out, so that no one finds what is overwritten."""
         self.num_evicted += len(blocks)
-        if len(self.sides):
+        if self.sides.num_groups:
             blocks = self._evict_sides(blocks)
         if self._on_lost is None:
             self.index.remove_all(blocks)
@@ -107,34 +106,59 @@ class BlockPool:
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """One more owner for each of these found blocks."""
         ref_counts = self.ref_counts
-        free = [block for block in blocks if ref_counts[block] == 0]
+        free = [block for block in blocks if not ref_counts[block]]
         if free:
+            self.num_free -= len(free)
             self.free_queue.cached.remove(free)
         for block in blocks:
             ref_counts[block] += 1
 
     def free(self, table: Sequence[BlockId]) -> None:
         """One owner less for each block of a table, its tail first, so that a child is evicted before its parent."""
-        ref_counts, hashes, copies = self.ref_counts, self.index.hashes, self.index.copies
+        ref_counts, lineages = self.ref_counts, self.index.lineages
+        if [ref_counts[block] for block in table].count(1) == len(table):
+            freed = list(table)
+            for block in freed:
+                ref_counts[block] = 0
+        else:  # some have other owners, or are null blocks
+            freed = [block for block in table if ref_counts[block] == 1]
+            for block in table:
+                ref_counts[block] -= 1
+            ref_counts[NULL_BLOCK] = 0
+        self.num_free += len(freed)
+        if self.index.copies:
+            blank, cached = self._sort_copies(freed)
+        else:  # what is findable of a table is a beginning of it
+            stop = len(freed)
+            while stop and lineages[freed[stop - 1]] == NO_LINEAGE:
+                stop -= 1
+            blank, cached = freed[stop:], freed[:stop]
+            blank.reverse()
+            cached.reverse()
+        if blank:
+            self.free_queue.put_blank(blank)
+        if cached:
+            depth = len(table) - 1
+            while table[depth] != cached[0]:
+                depth -= 1
+            self.free_queue.cached.put(cached, depth)
+
+    def _sort_copies(self, freed: list[BlockId]) -> tuple[list[BlockId], list[BlockId]]:
+        """Which of these blocks of a table are blank now, and which are cached, tail first. Some may be copies."""
+        hashes, copies = self.index.hashes, self.index.copies
         blank: list[BlockId] = []
         cached: list[BlockId] = []
-        for block in reversed(table):
-            if block == NULL_BLOCK:
-                continue
-            left = ref_counts[block] = ref_counts[block] - 1
-            if left == 0:
-                if hashes[block] is None:
-                    blank.append(block)
-                elif copies and hashes[block] in copies:
-                    spare = self._spare_copy(block)
-                    blank.append(spare)
-                    if spare != block:
-                        cached.append(block)
-                else:
+        for block in reversed(freed):
+            if hashes[block] is None:
+                blank.append(block)
+            elif hashes[block] in copies:
+                spare = self._spare_copy(block)
+                blank.append(spare)
+                if spare != block:
                     cached.append(block)
-        self.free_queue.put_blank(blank)
-        if cached:
-            self.free_queue.cached.put(cached, table.index(cached[0]))
+            else:
+                cached.append(block)
+        return blank, cached
 
     def _spare_copy(self, block: BlockId) -> BlockId:
         """Keep at most one free block of each content, the latest released: a second one would only push others out.
@@ -203,6 +227,7 @@ class BlockPool:
             left = ref_counts[block] = ref_counts[block] - 1
             if left == 0:
                 (blank if hashes[block] is None else cached).append(block)
+        self.num_free += len(blank) + len(cached)
         self.sides.num_live[group] -= len(blank) + len(cached)
         self.free_queue.put_blank(blank)
         if cached:

@@ -14,6 +14,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
+from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.busy_prefixes import BusyPrefixes
 from anaphora.core.capacity import Capacity
@@ -25,7 +26,6 @@ from anaphora.core.groups import CacheLayout
 from anaphora.core.hashing import ExtraKey, HashFunction, sha256
 from anaphora.core.hit import NO_HIT, Hit, accepted_hit
 from anaphora.core.ids import BlockId, Lineage, RequestId, StateSlot, cdiv
-from anaphora.core.prefix_index import NO_LINEAGE
 from anaphora.core.request import Request
 from anaphora.core.side_groups import SideGroups
 from anaphora.core.staged import Staged
@@ -85,6 +85,7 @@ class CacheManager:
             self.spine = BlockPool(_ENTRIES_PER_BLOCK * num_blocks, eviction_policy, pin_limits, on_lost=self._lose)
         self.sides = SideGroups(kinds, self.pool, block_size)
         self.capacity = Capacity(num_blocks, self.spine.num_blocks, block_size, layout.has_spine, self.sides)
+        self._has_sides = bool(kinds)
         self._is_plain = not kinds and not layout.has_state  # one group: nothing but the spine to ask
         self._nothing_staged = Staged([])
         self.what_if = what_if
@@ -123,7 +124,7 @@ class CacheManager:
     @property
     def num_available(self) -> int:
         """Free blocks that no running request was promised."""
-        return self.pool.num_free - self.sides.num_owed
+        return self.pool.num_free - self.sides.num_owed if self._has_sides else self.pool.num_free
 
     def table(self, request_id: RequestId) -> Sequence[BlockId]:
         """The spine's block ids of a live request in order of position; empty if it holds none."""
@@ -174,15 +175,17 @@ class CacheManager:
         A side group asks for what the request will hold at once. max_chunk: most tokens of it in a step; None for all.
         """
         num_needed = self._num_spine_needed(request, hit) if self.spine is self.pool else 0
-        if self.sides:
+        if self._has_sides:
             chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
             num_needed += self.sides.num_needed(request.num_tokens, hit, chunk)
         return num_needed
 
     def _num_spine_needed(self, request: Request, hit: Hit) -> int:
-        ref_counts = self.spine.ref_counts
         num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
-        return num_new + sum(ref_counts[block] == 0 for block in hit.blocks)
+        if not hit.blocks:
+            return num_new
+        ref_counts = self.spine.ref_counts
+        return num_new + [ref_counts[block] for block in hit.blocks].count(0)
 
     def admit(self, request: Request, hit: Hit, max_chunk: int | None = None) -> bool:
         """Give a request the blocks of its hit and room for every other known token: all or nothing.
@@ -195,8 +198,9 @@ class CacheManager:
         if self.spine is not self.pool and self._num_spine_needed(request, hit) > self.spine.num_free:
             return False
         request_id = request.request_id
-        self.spine.touch(hit.blocks)  # before allocating, which may evict whatever is free
-        if self.sides:
+        if hit.blocks:
+            self.spine.touch(hit.blocks)  # before allocating, which may evict whatever is free
+        if self._has_sides:
             chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
             self.sides.admit(request_id, request.num_tokens, hit, chunk)
         num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
@@ -232,7 +236,7 @@ class CacheManager:
         """
         if self._is_plain:
             return num_tokens
-        if self.sides:
+        if self._has_sides:
             num_tokens = self.capacity.chunk(request.num_tokens, num_tokens)
         if self.checkpoints is not None and request.chain is not None:
             start = request.num_computed_tokens
@@ -326,7 +330,8 @@ class CacheManager:
                 num_blocks = min(request.num_prompt_tokens // self.block_size, request.num_staged_blocks)
                 self.spine.pins.pin(table[:num_blocks], priority, self._now_s + ttl_s, request.tenant)
             self.spine.free(table)
-            self.sides.free(request.request_id)
+            if self._has_sides:
+                self.sides.free(request.request_id)
             if self.checkpoints is not None:
                 self.checkpoints.end(request.request_id)
         request.num_computed_tokens = 0

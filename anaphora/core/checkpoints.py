@@ -19,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.ids import Lineage, RequestId, StateSlot, cdiv
-from anaphora.core.prefix_index import NO_LINEAGE
 from anaphora.core.request import Request
 from anaphora.errors import ConfigError
 

@@ -27,6 +27,7 @@ from anaphora.salt_regions import CacheSalt, SaltRegions, check_salt
 FORMAT_VERSION = 1
 _ROOT_TAG = b"anaphora/root"
 _DIGEST = re.compile("(?:[0-9a-f]{2})+")
+_key_header = struct.Struct("<BI").pack
 _PIECE = 4096  # tokens or blocks compared at once
 
 
@@ -112,7 +113,26 @@ def encode_tokens(token_ids: array[int]) -> bytes:
 def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
     """u8 kind, u32 length, payload each, in ascending order of (kind, payload)."""
     ordered = sorted((key.kind, key.payload) for key in keys)
-    return b"".join(struct.pack("<BI", kind, len(payload)) + payload for kind, payload in ordered)
+    return b"".join(_key_header(kind, len(payload)) + payload for kind, payload in ordered)
+
+
+def encode_by_block(keys: Iterable[ExtraKey]) -> dict[int, bytes]:
+    """Block index -> encoded extra keys. In one pass, as an image has a key in every block that it touches."""
+    keys = tuple(keys)
+    encoded: dict[int, bytes] = {}
+    crowded: dict[int, list[ExtraKey]] = {}
+    for key in keys:
+        payload = key.payload
+        piece = _key_header(key.kind, len(payload)) + payload
+        if encoded.setdefault(key.block_index, piece) is not piece:
+            crowded[key.block_index] = []
+    if crowded:
+        for key in keys:
+            if key.block_index in crowded:
+                crowded[key.block_index].append(key)
+    for index, block_keys in crowded.items():
+        encoded[index] = encode_extra_keys(block_keys)
+    return encoded
 
 
 def common_length(mine: Sequence[object], other: Sequence[object], start: int) -> int:
@@ -178,10 +198,7 @@ class BlockChain:
         self.contents: list[bytes] = []
         self._hash_function = hash_function
         self._piece = struct.Struct(f"{4 * block_size}s")
-        by_block: dict[int, list[ExtraKey]] = {}
-        for key in extra_keys:
-            by_block.setdefault(key.block_index, []).append(key)
-        self.extra_keys = {index: encode_extra_keys(keys) for index, keys in by_block.items()}
+        self.extra_keys = encode_by_block(extra_keys)
 
     def extend(self, token_ids: array[int], max_blocks: int | None = None) -> int:
         """Hash the full blocks that are not hashed yet, at most max_blocks; returns how many.

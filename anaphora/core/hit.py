@@ -8,17 +8,16 @@ again until nobody takes anything away. Changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.checkpoints import Checkpoints
 from anaphora.core.ids import BlockId, Lineage, RequestId
-from anaphora.core.prefix_index import NO_LINEAGE
 from anaphora.core.side_group import SideGroup
 from anaphora.core.side_index import SideIndex
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """Leading blocks of the spine's table; those after the first num_committed are pending.
 
     sides: for each side group, the blocks that the hit needs: the last ones of num_tokens. pending_sides: those among

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.ids import NULL_BLOCK, BlockId
@@ -52,6 +53,7 @@ def _broken_pool(pool: BlockPool, tables: Iterable[Sequence[BlockId]]) -> list[s
     blank = set(queue[: pool.free_queue.num_blank])
     owners = Counter(block for table in tables for block in table if block != NULL_BLOCK)
     claim(len(queue) == len(queued), "a block is in the free queue twice")
+    claim(len(queue) == len(pool.free_queue) == pool.num_free, f"{len(queue)} blocks are free, counted {pool.num_free}")
     claim(NULL_BLOCK not in queued and pool.ref_counts[NULL_BLOCK] == 0, "the null block is queued or owned")
     claim(index.hashes[NULL_BLOCK] is None, "the null block has a hash")
     for block in map(BlockId, range(1, pool.num_blocks + 1)):
@@ -68,6 +70,8 @@ def _broken_pool(pool: BlockPool, tables: Iterable[Sequence[BlockId]]) -> list[s
     for table in tables:
         held = [block for block in table if block != NULL_BLOCK]
         claim(len(set(held)) == len(held), f"a table holds a block twice: {held}")
+        is_blank = [index.lineages[block] <= NO_LINEAGE for block in held]
+        claim(is_blank == sorted(is_blank), f"what is findable of a table is no beginning of it: {held}")
     for block_hash in index.copies:
         blocks = index.blocks_of(block_hash)
         free = [block for block in blocks if block in queued]

@@ -96,10 +96,6 @@ class StepPlan:
     admitted: tuple[Admission, ...]
     scheduled: tuple[ScheduledRequest, ...]
 
-    @property
-    def num_scheduled_tokens(self) -> int:
-        return sum(len(request.token_ids) for request in self.scheduled)
-
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:

@@ -13,21 +13,23 @@ even where two beginnings have the same hash: the second one is simply not index
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 from itertools import takewhile
 from operator import is_not, itemgetter
 
+from anaphora.core.block_contents import NO_LINEAGE, BlockContents
 from anaphora.core.hashing import BlockChain
-from anaphora.core.ids import NULL_BLOCK, BlockHash, BlockId, Lineage
+from anaphora.core.ids import BlockHash, BlockId, Lineage
 
-NO_LINEAGE = Lineage(0)
+_FEW = 8
 _FIRST_PIECE = 64
+_MIN_ROOTS = 64
 
 
 class PrefixIndex:
     """hash -> blocks, for the spine: the group that sees everything. Every operation is O(1) per block.
 
+    hashes, lineages, parents: by block id, to be read only; see core.block_contents.
     copies: hash -> further committed blocks of the same content, where there is more than one.
     num_committed, num_duplicates: how often a block was committed, and of these, beside another of the same content.
     num_collisions: how often a block was not indexed because its hash names another content.
@@ -35,14 +37,14 @@ class PrefixIndex:
 
     def __init__(self, num_blocks: int) -> None:
         """num_blocks: with the null block; block ids are in [0, num_blocks)."""
-        self.hashes: list[BlockHash | None] = [None] * num_blocks
-        self._contents: list[bytes | None] = [None] * num_blocks
-        self._lineages: list[Lineage] = [NO_LINEAGE] * num_blocks
-        self._parents: list[Lineage] = [NO_LINEAGE] * num_blocks
+        self._holds = BlockContents(num_blocks)
+        self.hashes = self._holds.hashes
+        self.lineages, self.parents = self._holds.lineages, self._holds.parents
         self._committed: dict[BlockHash, BlockId] = {}
         self.copies: dict[BlockHash, list[BlockId]] = {}
         self._pending: dict[BlockHash, BlockId] = {}
         self._roots: dict[bytes, Lineage] = {}
+        self._max_roots = _MIN_ROOTS
         self._last_lineage = NO_LINEAGE
         self.num_collisions = 0
         self.num_duplicates = 0
@@ -57,56 +59,48 @@ class PrefixIndex:
 
         The blocks after the committed ones are pending. Changes nothing.
         """
-        hashes, contents = chain.hashes, chain.contents
-        limit = min(limit, len(hashes))
+        limit = min(limit, len(chain.hashes))
         parent = self._roots.get(chain.root, NO_LINEAGE)
-        found: list[BlockId] = []
-        start, step = 0, _FIRST_PIECE
-        while start < limit:  # in pieces, so that a miss at the start of a long prompt costs little
+        found = self._holds.walk(self._committed, chain, 0, min(limit, _FEW), parent)
+        start, step = len(found), _FIRST_PIECE
+        while _FEW <= start < limit:  # in pieces, so that a long one is confirmed while it is in the processor's cache
             stop = min(start + step, limit)
-            piece = hashes[start:stop]
-            try:  # all there, at C speed; twice the first one, as itemgetter gives a tuple for two or more only
-                blocks: list[BlockId] = list(itemgetter(*piece, piece[0])(self._committed)[:-1])
-            except KeyError:
-                blocks = list(takewhile(partial(is_not, None), map(self._committed.get, piece)))  # type: ignore[arg-type]
-            confirmed = self._confirm(blocks, contents[start : start + len(blocks)], parent)
+            blocks = self._committed_blocks(chain.hashes[start:stop])
+            contents = chain.contents[start : start + len(blocks)]
+            confirmed = self._holds.confirm(blocks, contents, self.lineages[found[-1]])
             found += blocks[:confirmed]
-            if confirmed < len(piece):
+            if confirmed < stop - start:
                 break
-            parent = self._lineages[blocks[-1]]
             start, step = stop, step * 4
         num_committed = len(found)
-        if self._pending:
-            parent = self._lineages[found[-1]] if found else self._roots.get(chain.root, NO_LINEAGE)
-            for index in range(num_committed, limit):
-                block = self._pending.get(hashes[index])
-                if block is None or not self._is(block, contents[index], parent):
-                    break
-                found.append(block)
-                parent = self._lineages[block]
+        if self._pending and num_committed < limit:
+            parent = self.lineages[found[-1]] if found else parent
+            found += self._holds.walk(self._pending, chain, num_committed, limit, parent)
         return found, num_committed
 
-    def _confirm(self, blocks: list[BlockId], contents: list[bytes], parent: Lineage) -> int:
-        """How many of `blocks`, from the first on, have these contents and continue each other from `parent`."""
-        if not blocks:
-            return 0
-        # The null block makes up the number for itemgetter.
-        get = itemgetter(*blocks, NULL_BLOCK)
-        parents = get(self._parents)
-        if (
-            parents[0] == parent
-            and parents[1:-1] == get(self._lineages)[:-2]
-            and get(self._contents)[:-1] == tuple(contents)
-        ):
-            return len(blocks)
-        for count, (block, content) in enumerate(zip(blocks, contents, strict=True)):
-            if not self._is(block, content, parent):
-                return count
-            parent = self._lineages[block]
-        return len(blocks)
+    def _committed_blocks(self, hashes: list[BlockHash]) -> list[BlockId]:
+        """Of a piece of a chain, those up to the first one that is not committed.
 
-    def _is(self, block: BlockId, content: bytes, parent: Lineage) -> bool:
-        return self._parents[block] == parent and self._contents[block] == content
+        Who is committed has a committed parent, so the first one that is not is found by halving: but for collisions,
+        where a name is there and its beginning is not.
+        """
+        committed = self._committed
+        low, high = 0, len(hashes)
+        if hashes[-1] in committed:
+            low = high
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in committed:
+                low = middle + 1
+            else:
+                high = middle
+        if not low:
+            return []
+        present = hashes[:low]
+        try:  # at C speed; twice the first one, as itemgetter gives a tuple for two or more only
+            return list(itemgetter(*present, present[0])(committed)[:-1])
+        except KeyError:
+            return list(takewhile(partial(is_not, None), map(committed.get, present)))  # type: ignore[arg-type]
 
     def stage(self, blocks: list[BlockId], chain: BlockChain, first: int, previous: BlockId | None) -> int:
         """Make blocks findable within the step in flight: they hold blocks [first, first + len(blocks)) of `chain`.
@@ -116,47 +110,97 @@ class PrefixIndex:
         itself is not indexed; what follows such a block cannot be found either.
         """
         if previous is not None:
-            parent = self._lineages[previous]
+            parent = self.lineages[previous]
             if parent == NO_LINEAGE:
                 return 0
         else:
             parent = self._roots.get(chain.root, NO_LINEAGE) or self._new_root(chain.root)
-        committed, pending = self._committed, self._pending
-        all_hashes, all_contents = self.hashes, self._contents
-        lineages, parents = self._lineages, self._parents
         count = len(blocks)
         hashes, contents = chain.hashes[first : first + count], chain.contents[first : first + count]
-        last = self._last_lineage
+        committed, pending = self._committed, self._pending
+        if committed.keys().isdisjoint(hashes) and (not pending or pending.keys().isdisjoint(hashes)):
+            num_before, last = len(pending), self._last_lineage
+            lineages: list[Lineage] = [*range(last + 1, last + count + 1)]
+            self._last_lineage = lineages[-1]
+            self._write(blocks, hashes, contents, [parent, *lineages], lineages)
+            if len(pending) == num_before + count:
+                return count
+            self.withdraw(blocks)  # two of them have one name
+        return self._stage_one_by_one(blocks, hashes, contents, parent)
+
+    def _write(
+        self,
+        blocks: list[BlockId],
+        hashes: list[BlockHash],
+        contents: list[bytes],
+        parents: list[Lineage],
+        lineages: list[Lineage],
+    ) -> None:
+        """Make blocks pending whose names nobody has. parents may be longer than the others."""
+        all_hashes, all_contents, all_parents, all_lineages = (
+            self.hashes,
+            self._holds.contents,
+            self.parents,
+            self.lineages,
+        )
+        pending = self._pending
+        for block, block_hash, content, parent, lineage in zip(blocks, hashes, contents, parents, lineages):  # noqa: B905
+            pending[block_hash] = block
+            all_hashes[block] = block_hash
+            all_contents[block] = content
+            all_parents[block] = parent
+            all_lineages[block] = lineage
+
+    def _stage_one_by_one(
+        self, blocks: list[BlockId], hashes: list[BlockHash], contents: list[bytes], parent: Lineage
+    ) -> int:
+        """Some of these names are taken: by the same beginning, or, in a collision, by another one."""
+        committed, pending = self._committed, self._pending
+        all_contents, lineages, parents = self._holds.contents, self.lineages, self.parents
         for done, (block, block_hash, content) in enumerate(zip(blocks, hashes, contents, strict=True)):
             twin = committed.get(block_hash)
             if twin is None:
                 twin = pending.setdefault(block_hash, block)
             if twin == block:
-                last = lineage = Lineage(last + 1)
+                self._last_lineage = lineage = Lineage(self._last_lineage + 1)
             elif parents[twin] == parent and all_contents[twin] == content:
                 lineage = lineages[twin]
                 pending.setdefault(block_hash, block)  # a committed twin may be evicted for this very step
             else:
                 self.num_collisions += 1
-                count = done
-                break
-            all_hashes[block] = block_hash
+                return done
+            self.hashes[block] = block_hash
             all_contents[block] = content
             parents[block] = parent
             lineages[block] = parent = lineage
-        self._last_lineage = last
-        return count
+        return len(blocks)
 
     def _new_root(self, root: bytes) -> Lineage:
+        if len(self._roots) == self._max_roots:
+            self._forget_bare_roots()
         self._last_lineage = self._roots[root] = Lineage(self._last_lineage + 1)
         return self._last_lineage
 
+    def _forget_bare_roots(self) -> None:
+        """Those that no block hangs from. If one comes back it is another lineage, so nothing of before is found again.
+
+        O(blocks), and not again before as many roots as are left, and 64 more, have come.
+        """
+        parents = {parent for parent, lineage in zip(self.parents, self.lineages, strict=True) if lineage > NO_LINEAGE}
+        self._roots = {root: lineage for root, lineage in self._roots.items() if lineage in parents}
+        self._max_roots = 2 * len(self._roots) + _MIN_ROOTS
+
     def commit(self, blocks: list[BlockId]) -> None:
         """Make staged blocks findable by everyone: their K/V are written and the step has succeeded."""
-        all_hashes, committed, pending = self.hashes, self._committed, self._pending
         self.num_committed += len(blocks)
+        committed, pending = self._committed, self._pending
+        is_only_one = len(pending) == len(blocks) and list(pending.values()) == blocks  # that writes in this step
+        if is_only_one and committed.keys().isdisjoint(pending):
+            committed.update(pending)
+            pending.clear()
+            return
         for block in blocks:
-            block_hash: BlockHash = all_hashes[block]  # type: ignore[assignment]
+            block_hash: BlockHash = self.hashes[block]  # type: ignore[assignment]
             if pending.get(block_hash) == block:
                 del pending[block_hash]
             if committed.setdefault(block_hash, block) != block:
@@ -169,7 +213,7 @@ class PrefixIndex:
             block_hash = self.hashes[block]
             if block_hash is not None and self._pending.get(block_hash) == block:
                 del self._pending[block_hash]
-            self._forget(block)
+            self._holds.forget(block)
 
     def remove(self, block: BlockId) -> None:
         """Make a committed block unfindable. Another block of the same content takes its place, if there is one."""
@@ -184,46 +228,30 @@ class PrefixIndex:
                 copies.remove(block)
             if not copies:
                 del self.copies[block_hash]
-        self._forget(block)
+        self._holds.forget(block)
 
     def remove_all(self, blocks: list[BlockId]) -> None:
         """As remove, for several blocks of different contents, at C speed where none of them has a copy."""
-        all_hashes, lineages = self.hashes, self._lineages
-        hashes: list[BlockHash] = [all_hashes[block] for block in blocks]  # type: ignore[misc]
-        if self.copies and not self.copies.keys().isdisjoint(hashes):
+        all_hashes, lineages, committed = self.hashes, self.lineages, self._committed
+        if self.copies and not self.copies.keys().isdisjoint([all_hashes[block] for block in blocks]):
             for block in blocks:
                 self.remove(block)
             return
-        deque(map(self._committed.__delitem__, hashes), maxlen=0)
-        for block in blocks:
+        for block in blocks:  # as remove and _forget, without the calls
+            del committed[all_hashes[block]]  # type: ignore[arg-type]
             all_hashes[block] = None
             lineages[block] = NO_LINEAGE
 
     def remove_last(self, blocks: list[BlockId]) -> list[Lineage]:
         """As remove_all; returns the lineages that no committed block has any more."""
-        before = [(self.hashes[block], self._lineages[block]) for block in blocks]
+        before = [(self.hashes[block], self.lineages[block]) for block in blocks]
         self.remove_all(blocks)
         return [lineage for block_hash, lineage in before if block_hash not in self._committed]
-
-    def _forget(self, block: BlockId) -> None:
-        """A block without a hash: its content and parent are stale, and nobody comes to read them."""
-        self.hashes[block] = None
-        self._lineages[block] = NO_LINEAGE
 
     def blocks_of(self, block_hash: BlockHash) -> list[BlockId]:
         """Every committed block with this hash."""
         first = self._committed.get(block_hash)
         return [] if first is None else [first, *self.copies.get(block_hash, ())]
-
-    @property
-    def lineages(self) -> list[Lineage]:
-        """Of each block, by id; to be read only. NO_LINEAGE where a block holds nothing; a side block's is negative."""
-        return self._lineages
-
-    @property
-    def parents(self) -> list[Lineage]:
-        """The lineage of each block's parent, by id; to be read only."""
-        return self._parents
 
     @property
     def num_pending(self) -> int:
@@ -232,13 +260,13 @@ class PrefixIndex:
     @property
     def committed_lineages(self) -> set[Lineage]:
         """Costs time in proportion to the index."""
-        return {self._lineages[block] for block in self._committed.values()}
+        return {self.lineages[block] for block in self._committed.values()}
 
     def inconsistencies(self) -> list[str]:
         """Equations between the tables of this index that do not hold. For tests; costs time in proportion to it."""
         broken = []
         committed = {block for block_hash in self._committed for block in self.blocks_of(block_hash)}
-        hashed = {BlockId(block) for block, lineage in enumerate(self._lineages) if lineage > NO_LINEAGE}
+        hashed = {BlockId(block) for block, lineage in enumerate(self.lineages) if lineage > NO_LINEAGE}
         unnamed = [block for block in hashed if self.hashes[block] is None]
         if unnamed:
             broken.append(f"blocks {sorted(unnamed)} have a lineage and no hash")
@@ -252,8 +280,8 @@ class PrefixIndex:
                     broken.append(f"block {block} is indexed under a hash that is not its own")
         if not self._pending and hashed - committed:
             broken.append(f"blocks {sorted(hashed - committed)} have a hash and are not in the index")
-        alive = {self._lineages[block] for block in hashed} | set(self._roots.values())
+        alive = {self.lineages[block] for block in hashed} | set(self._roots.values())
         for block in committed:
-            if self._parents[block] not in alive:
+            if self.parents[block] not in alive:
                 broken.append(f"block {block} outlives its parent: it can never be found")
         return broken

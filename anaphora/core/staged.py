@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.ids import BlockId, Lineage, StateSlot
-from anaphora.core.prefix_index import NO_LINEAGE
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(NamedTuple):
     """blocks: of the spine. sides: for each side group, the blocks at the same places of its table.
 
     state_of, save_state: the lineage of the checkpoint that is saved, and its slot; None if none is.

@@ -80,11 +80,6 @@ class Gauges:
     num_checkpoints: int = 0
     num_state_slots: int = 0
 
-    @property
-    def num_free_blocks(self) -> int:
-        """What an allocation can get: cached + blank."""
-        return self.num_cached_blocks + self.num_blank_blocks
-
 
 @dataclass(frozen=True, slots=True)
 class GroupGauges:

@@ -175,10 +175,6 @@ class WhatIf:
             points.append(WhatIfPoint(scale, size, self._num_queried_tokens, hit_tokens))
         return tuple(points)
 
-    @property
-    def num_listed_blocks(self) -> int:
-        return len(self._last_use)
-
     def _listed(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         return list(hashes) if self._threshold is None else list(filter(self._threshold.__gt__, hashes))
 

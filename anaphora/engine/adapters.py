@@ -87,11 +87,6 @@ class AdapterRegistry:
         """What is loaded, by name; a snapshot that any thread may take."""
         return self._infos
 
-    @property
-    def in_memory(self) -> frozenset[str]:
-        """Digests of the adapters in memory."""
-        return frozenset(self._num_users)
-
     def read(self, folder: str | os.PathLike[str]) -> Adapter:
         """What `load` takes besides a name; slow, from any thread. Raises AdapterError."""
         return self._read(_absolute(folder))

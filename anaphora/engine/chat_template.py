@@ -11,7 +11,8 @@ Message = Mapping[str, Any]
 """`role`, `content`, and whatever else the model's chat template reads."""
 
 NO_CHAT_TEMPLATE = (
-    "this model has no chat template (a base model, or one without a tokenizer): use generate, or another model"
+    "this model has no chat template (a base model, or one without a tokenizer): give it a plain prompt, or "
+    "use another model"
 )
 
 

@@ -15,19 +15,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from hashlib import sha256
-from types import MappingProxyType
 from typing import Any
 
 from anaphora.core.busy_prefixes import BusyPrefix
 from anaphora.core.hashing import lora_key, pack_tokens, root_digest, salt_keys
-from anaphora.core.ids import RequestId
-from anaphora.core.plan import SampledToken, StepPlan
 from anaphora.core.request import Request
-from anaphora.core.scheduler import RequestUpdate, Scheduler
+from anaphora.core.scheduler import Scheduler
 from anaphora.engine.adapters import Adapter, AdapterInfo, AdapterRegistry
 from anaphora.engine.capabilities import Capabilities
 from anaphora.engine.live_request import LiveRequest
+from anaphora.engine.model_identity import ModelIdentity
 from anaphora.engine.multimodal import (
     NO_FEATURES,
     FeatureHolder,
@@ -37,11 +34,12 @@ from anaphora.engine.multimodal import (
     check_features,
 )
 from anaphora.engine.one_at_a_time import OneAtATime, exclusive
-from anaphora.engine.outputs import EngineStats, EngineTimes, RequestOutput, StepOutput
+from anaphora.engine.outputs import EngineStats, RequestOutput, StepOutput
 from anaphora.engine.prompt_check import check_priority, check_sampling, check_token_ids
 from anaphora.engine.protocols import Clock, Executor, GrammarChecker, HoldsWeights, Tokenizer
 from anaphora.engine.recorder import TraceRecorder
 from anaphora.engine.seeds import DrawnSeeds
+from anaphora.engine.steps import Steps
 from anaphora.engine.ttft import NOTHING_BEFORE, TtftClock, TtftParts
 from anaphora.errors import (
     DuplicateRequestError,
@@ -88,17 +86,15 @@ class Engine(Capabilities):
         self._seeds = DrawnSeeds(seed)
         self.recorder = recorder
         self._adapters = adapters
-        self._identity = {"root": scheduler.cache.root.hex()} if identity is None else dict(identity)
-        self._first_weights = self._identity.get("weights", "")
+        self._identity = ModelIdentity({"root": scheduler.cache.root.hex()} if identity is None else identity)
         self.calls = OneAtATime()
         self._live: dict[str, LiveRequest] = {}
-        self._undelivered: dict[str, StepOutput] = {}  # ended in a step that an interrupt cut short
-        self._times = EngineTimes()
+        self._steps = Steps(scheduler, executor, clock, self.calls, self._live, self._forget)
 
     @property
     def identity(self) -> Mapping[str, str]:
         """What the model is, in the fields of which the root is the digest; docs/hash-format.md."""
-        return MappingProxyType(self._identity)
+        return self._identity.fields
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class Engine(Capabilities):
         begin_s = self.clock()
         if not isinstance(request_id, str) or not request_id:
             raise InvalidParameterError(f"request_id must be a non-empty string, got {request_id!r}")
-        if request_id in self._live or request_id in self._undelivered:
+        if request_id in self._live or request_id in self._steps.undelivered:
             raise DuplicateRequestError(f"request {request_id!r} is alive already; choose another id")
         sampling = check_sampling(sampling, self.vocab_size, has_tokenizer=self.tokenizer is not None)
         self.check_grammar(sampling)
@@ -170,7 +166,7 @@ class Engine(Capabilities):
         self._live[request_id] = live
         if sampling.seed is None:
             self._seeds.draw()
-        self._times.add_s += self.clock() - begin_s
+        self._steps.times.add_s += self.clock() - begin_s
 
     @exclusive
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
@@ -180,12 +176,12 @@ class Engine(Capabilities):
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(dict.fromkeys(request_ids))
         for request_id in ids:
-            if request_id not in self._live and request_id not in self._undelivered:
+            if request_id not in self._live and request_id not in self._steps.undelivered:
                 raise UnknownRequestError(f"no live request has the id {request_id!r}; it may have finished already")
         now_s = self.clock()
         ended = []
         for request_id in ids:
-            last = self._undelivered.pop(request_id, None)
+            last = self._steps.undelivered.pop(request_id, None)
             if last is None:
                 self._scheduler.finish(request_id, "abort")
                 last = self._forget(request_id).finish(None, "abort", None, now_s)
@@ -207,11 +203,11 @@ class Engine(Capabilities):
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to deliver."""
-        return bool(self._live or self._undelivered)
+        return bool(self._live or self._steps.undelivered)
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._live) + len(self._undelivered)
+        return len(self._live) + len(self._steps.undelivered)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -222,93 +218,7 @@ class Engine(Capabilities):
         If the executor raises, the requests of this step end with the finish reason `error` and the engine serves on.
         KeyboardInterrupt and SystemExit go on to the caller after the same clean-up; the next `step` delivers the ends.
         """
-        if self._undelivered:
-            outputs, self._undelivered = list(self._undelivered.values()), {}
-            return outputs
-        begin_s = self.clock()
-        with self.calls.bookkeeping():
-            plan = self._scheduler.schedule(begin_s)
-        planned_s = self.clock()
-        self._times.schedule_s += planned_s - begin_s
-        if plan is None:
-            if self._live:
-                raise RuntimeError(f"{len(self._live)} requests wait and none can run: a bug in the scheduler")
-            return []
-        starting = [live for r in plan.scheduled if not (live := self._live[r.request_id]).has_begun]
-        for live in starting:
-            live.ttft.enter("compute_s", planned_s)
-        try:
-            result = self._executor.execute(plan)
-        except BaseException as error:
-            failed = self._scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
-            outputs = self._outputs(plan, failed, {}, self.clock())
-            if not isinstance(error, Exception):
-                self._undelivered = {output.request_id: output for output in outputs}
-                raise
-            _logger.error("step %d failed; its %d requests end", plan.step, len(plan.scheduled), exc_info=error)
-            return outputs
-        executed_s = self.clock()
-        for live in starting:
-            live.ttft.executed(executed_s, result.sample_s)
-        self._times.execute_s += executed_s - planned_s
-        self._times.compute_s += result.compute_s
-        self._times.sample_s += result.sample_s
-        with self.calls.bookkeeping():
-            updates = self._scheduler.update(plan, result)
-        updated_s = self.clock()
-        self._times.update_s += updated_s - executed_s
-        for update in updates:
-            if update.error is None and (embedding := result.embeddings.get(update.request.request_id)):
-                self._live[update.request.request_id].embedding = embedding
-        outputs = self._outputs(plan, updates, result.prompt_logprobs, updated_s)
-        self._times.output_s += self.clock() - updated_s
-        return outputs
-
-    def _outputs(
-        self,
-        plan: StepPlan,
-        updates: list[RequestUpdate],
-        prompt_logprobs: Mapping[RequestId, Sequence[SampledToken]],
-        now_s: float,
-    ) -> list[StepOutput]:
-        scheduled = {request.request_id: request for request in plan.scheduled}
-        outputs = []
-        for update in updates:
-            request_id = update.request.request_id
-            live = self._live[request_id]
-            if not live.has_begun and update.error is None:
-                live.num_computed_prompt_tokens += len(scheduled[request_id].token_ids)
-            scores = scheduled[request_id].start + 1, prompt_logprobs.get(request_id, ())
-            output = self._advance(live, update, scores, now_s)
-            if output is not None:
-                outputs.append(output)
-        return outputs
-
-    def _advance(
-        self, live: LiveRequest, update: RequestUpdate, scores: tuple[int, Sequence[SampledToken]], now_s: float
-    ) -> StepOutput | None:
-        """Take one request's update: its token becomes text, and a stop string may end it.
-
-        scores: what the step says of its prompt, from which position on.
-        """
-        request, reason, error = update.request, update.finish_reason, update.error
-        output = None
-        try:
-            if error is None:
-                live.add_prompt_logprobs(*scores)
-            if update.token is not None:
-                output = live.add_token(update.token, now_s, ends_output=reason == "stop")
-        except Exception as failure:  # the tokenizer is foreign code: it may cost one request, never the engine
-            _logger.error("the tokenizer failed on request %s", request.request_id, exc_info=failure)
-            error = f"the tokenizer failed: {type(failure).__name__}: {failure}"
-        ending = "error" if error is not None else "stop" if live.matched_stop is not None else None
-        if ending is not None and reason is None:
-            self._scheduler.finish(request.request_id, ending)
-        reason = ending or reason
-        if reason is None:
-            return output
-        self._forget(request.request_id)
-        return live.finish(output, reason, error, now_s)
+        return self._steps.step()
 
     # -- LoRA adapters -------------------------------------------------------------------------------------------------
 
@@ -457,15 +367,14 @@ class Engine(Capabilities):
         for request_id in list(self._live):
             self._scheduler.finish(request_id, "error")
             reason = "the model's weights were changed before the request had finished: send it again"
-            self._undelivered[request_id] = self._forget(request_id).finish(None, "error", reason, now_s)
+            self._steps.undelivered[request_id] = self._forget(request_id).finish(None, "error", reason, now_s)
         with self.calls.bookkeeping():  # weights that are half old and half new are not to be served
             update.apply()
-            weights = sha256(f"{self._first_weights}\n{update.history}".encode()).hexdigest()
-            self._identity = self._identity | {"weights": weights}
-            self._scheduler.cache.replace_root(root_digest(self._identity))
+            self._identity = self._identity.after(update.history)
+            self._scheduler.cache.replace_root(root_digest(self._identity.fields))
         return self.root
 
     def stats(self) -> EngineStats:
         """A snapshot; plain data."""
         stats = self._scheduler.stats()
-        return EngineStats(stats.counters, stats.gauges, replace(self._times), stats.groups, stats.what_if)
+        return EngineStats(stats.counters, stats.gauges, replace(self._steps.times), stats.groups, stats.what_if)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anaphora.runtime.attention import PagedContext
-from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, Norm, NotRecognisedError, Parameters
+from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, Norm, NotRecognisedError, Parameters, weight_name
 from anaphora.runtime.kernels import step
 
 
@@ -27,16 +27,25 @@ class WeightAddresses:
         self._table = np.zeros((len(decoder.layers) + 1, step.NUM_COLUMNS), dtype=np.int64)
         self._table[:-1, step.ROTARY] = [layer.rotary for layer in decoder.layers]
         weights = [(row, *weight) for row, layer in enumerate(decoder.layers) for weight in _weights(layer)]
-        linears = [(row, *linear) for row, layer in enumerate(decoder.layers) for linear in _linears(layer)]
-        weights += [(row, column, parameters, "weight") for row, column, parameters in linears]
+        linears = [(row, *linear) for row, layer in enumerate(decoder.layers) for linear in linear_parts(layer)]
+        weights += [(row, column, parameters, weight_name(parameters)) for row, column, parameters in linears]
         biases = [(row, column + 1, parameters) for row, column, parameters in linears]
         # The row behind the layers': last norm, head, head's bias.
-        weights += [(-1, 0, decoder.norm.parameters, "weight"), (-1, 1, decoder.head, "weight")]
+        weights += [(-1, 0, decoder.norm.parameters, "weight"), (-1, 1, decoder.head, weight_name(decoder.head))]
         biases.append((-1, 2, decoder.head))
         self._weights = [(parameters, name) for _, _, parameters, name in weights]
         self._weight_places = tuple(np.array([place[:2] for place in weights]).T)
         self._biases = [parameters for _, _, parameters in biases]
         self._bias_places = tuple(np.array([place[:2] for place in biases]).T)
+
+        self._scales = np.zeros((len(decoder.layers) + 1, step.DOWN + 1), dtype=np.int64)
+        self._codes = [place for place in (*linears, (-1, 0, decoder.head)) if "codes" in place[2]]
+
+    def scales(self) -> npt.NDArray[np.int64]:
+        """Addresses of the scales of weights that are codes: see step.run_step. Valid until the next call."""
+        for row, column, parameters in self._codes:
+            self._scales[row, column] = parameters["scales"].data_ptr()  # type: ignore[union-attr]
+        return self._scales
 
     def now(self, context: PagedContext) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The layers' table [layers, NUM_COLUMNS] and that of norm and head [3], valid until the next call.
@@ -57,7 +66,7 @@ class WeightAddresses:
         return table[:-1], table[-1, :3]
 
 
-def _linears(layer: DecoderLayer) -> list[tuple[int, Parameters]]:
+def linear_parts(layer: DecoderLayer) -> list[tuple[int, Parameters]]:
     """Each linear part with its weight's column; its bias has the next one."""
     if not isinstance(layer.mlp, GatedMlp):
         raise NotRecognisedError(f"its MLP is a {type(layer.mlp).__name__}")

@@ -19,7 +19,7 @@ import torch
 
 from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
-from anaphora.runtime.addresses import WeightAddresses
+from anaphora.runtime.addresses import WeightAddresses, linear_parts
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.chunks import cut_into_chunks, join
 from anaphora.runtime.crowding import Crowding
@@ -33,6 +33,9 @@ from anaphora.runtime.threads import ThreadTeam
 
 TILE_MULTIPLE = 32
 """Every size along which the tile unit sums must be a multiple of this; vectors take any, and heads of 16, 32, ... ."""
+
+CODES_MULTIPLE = 32
+"""The same for vectors, where weights are int8."""
 
 # Up to where a step of the kernels takes less time than one of torch: measured, see docs/log.md.
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
@@ -69,7 +72,8 @@ class CpuStep:
         weight = _tensor(mlp.gate)
         self._mlp_size, self._hidden_size = weight.shape
         self._vocab_size = _tensor(decoder.head).shape[0]
-        self._dtype = weight.dtype
+        self._dtype = _tensor(decoder.norm.parameters).dtype
+        self._codes, self._head_codes = _codes(decoder)
         self._decoder = decoder
         self._kinds = tuple(kinds)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -90,7 +94,10 @@ class CpuStep:
         largest = cdiv(max(self._hidden_size, self._mlp_size, attention_size), 16) * 16
         widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._hidden_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
-        self._own_size = step.own_bytes(num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize)
+        has_codes = bool(self._codes or self._head_codes)
+        self._own_size = step.own_bytes(
+            num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize, has_codes=has_codes
+        )
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
         self._queries = _aligned(self.max_tokens * attention_size * 4)
         self._wide = _rows(num_rows, widest)
@@ -108,6 +115,9 @@ class CpuStep:
     def _check(self, decoder: Decoder) -> None:
         if self._dtype not in (torch.bfloat16, torch.float32):
             raise NotRecognisedError(f"its weights are {self._dtype}")
+        sizes = (self._hidden_size, self._mlp_size, self._num_heads * decoder.head_dim)
+        if (self._codes or self._head_codes) and any(size % CODES_MULTIPLE for size in sizes):
+            raise NotRecognisedError(f"its weights are int8 and its sizes no multiples of {CODES_MULTIPLE}")
         if decoder.head_dim % 16 or decoder.head_dim > 256:
             raise NotRecognisedError(f"its heads, of {decoder.head_dim}, are no multiple of 16 up to 256")
         queries, keys = (count * decoder.head_dim for count in (self._num_heads, self._num_kv_heads))
@@ -118,7 +128,8 @@ class CpuStep:
             shapes = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
             for part, shape in zip(parts, (*shapes, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
                 weight = _tensor(part)
-                if weight.shape != shape or weight.dtype != self._dtype or not weight.is_contiguous():
+                dtype = torch.int8 if self._codes else self._dtype
+                if weight.shape != shape or weight.dtype != dtype or not weight.is_contiguous():
                     raise NotRecognisedError("its layers' weights are not of the same sizes and dtype")
 
     def takes(self, num_tokens: int, context: object, adapters: AdapterContext | None = None) -> bool:
@@ -194,14 +205,15 @@ class CpuStep:
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            num_threads, addresses[layers], np.array([*sizes, use_tiles, self._tile_queries], dtype=np.int64),
+            num_threads, addresses[layers], self.addresses.scales()[[*numbers, -1]],
+            np.array([*sizes, use_tiles, self._tile_queries], dtype=np.int64),
             self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first, chunks.visible,
             chunks.partials, chunks.token_partials, keep.numpy(), final,
             np.array(buffers, dtype=np.int64), self._own.ctypes.data, self._own_size,
             self._configuration.ctypes.data, self._wide, self._words, self._scores,
             self._partials.tops, self._partials.sums, self._partials.values, low_rank, owners, narrow, self._head_dim,
-            self._element,
+            self._element, self._codes, self._head_codes,
         )  # fmt: skip
         share = team.run(lambda thread: step.run_step(thread, *arguments), self._abandon, num_threads)
         self._crowding.note(share)
@@ -263,6 +275,14 @@ def _numbers(decoder: Decoder) -> npt.NDArray[np.float32]:
     table[-1, :2] = decoder.norm.eps, decoder.norm.offset
     table[-1, step.N_SOFT_CAP] = decoder.soft_cap or 0
     return table
+
+
+def _codes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the layers' weights are, and the head's; see int8.product. Raises NotRecognisedError."""
+    kinds = {"codes" in linear for layer in decoder.layers for _, linear in linear_parts(layer)}
+    if len(kinds) != 1:
+        raise NotRecognisedError("some of its layers are int8 and some are not")
+    return (0,) * kinds.pop(), (0,) * ("codes" in decoder.head)
 
 
 def _gate(activation: torch.nn.Module) -> tuple[float, float]:

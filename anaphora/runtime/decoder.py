@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from anaphora.runtime import int8
 from anaphora.runtime.attention import AttentionContext
 
 Parameters = dict[str, torch.nn.Parameter | None]
@@ -102,10 +103,13 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, hidden]."""
-        weight = tensor(self.embedding)
+        codes, scales = self.embedding.get("codes"), self.embedding.get("scales")
+        if codes is not None and scales is not None:
+            hidden = int8.embed(token_ids, codes, scales)
+        else:
+            hidden = F.embedding(token_ids, tensor(self.embedding))
         scale = self.scales.get("embed_scale")
-        hidden = F.embedding(token_ids, weight)
-        return hidden if scale is None else hidden * scale.to(weight.dtype)
+        return hidden if scale is None else hidden * scale.to(hidden.dtype)
 
     def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotations:
         """Cosines and signed sines of positions [1, T].
@@ -184,12 +188,19 @@ def normalise(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def project(hidden: torch.Tensor, linear: Parameters) -> torch.Tensor:
-    return F.linear(hidden, tensor(linear), linear.get("bias"))
+    codes, scales, bias = linear.get("codes"), linear.get("scales"), linear.get("bias")
+    if codes is not None and scales is not None:
+        return int8.linear(hidden, codes, scales, bias)
+    return F.linear(hidden, tensor(linear), bias)
+
+
+def weight_name(parameters: Parameters) -> str:
+    return "codes" if "codes" in parameters else "weight"
 
 
 def tensor(parameters: Parameters) -> torch.Tensor:
-    """The weight. Raises NotRecognisedError if it is gone."""
-    weight = parameters["weight"]
+    """The weight, or the codes that stand for it. Raises NotRecognisedError if it is gone."""
+    weight = parameters[weight_name(parameters)]
     if weight is None:
         raise NotRecognisedError("a weight is missing")
     return weight

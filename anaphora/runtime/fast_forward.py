@@ -158,7 +158,7 @@ def few_token_kernels(
     try:
         from anaphora.runtime.cpu_step import CpuStep
     except ImportError as error:
-        raise ImportError(f"pip install 'anaphora[cpu]' brings them ({error})") from error
+        raise ImportError(f"they need Numba: pip install numba ({error})") from error
     num_heads, num_kv_heads = module.config.get_text_config().num_attention_heads, shapes.pop().num_kv_heads
     kernels = CpuStep(decoder, num_heads, num_kv_heads, layout.cache.groups, reproducible_tokens=reproducible_tokens)
     check_parts(module, layout, decoder, kernels)

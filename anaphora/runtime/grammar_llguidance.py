@@ -114,7 +114,7 @@ def _library(field: str) -> Any:
         import llguidance
     except ImportError:
         raise InvalidParameterError(
-            f"{field} needs the llguidance package, which is not installed here: pip install 'anaphora[structured]'"
+            f"{field} needs the llguidance package, which is not installed here: pip install llguidance"
         ) from None
     return llguidance
 

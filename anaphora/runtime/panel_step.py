@@ -17,10 +17,12 @@ import torch.nn.functional as F
 
 from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
+from anaphora.runtime.addresses import linear_parts
 from anaphora.runtime.attention import AttentionCall, PagedContext
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
-from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations, normalise, tensor
+from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, NotRecognisedError, Rotations, normalise, tensor
 from anaphora.runtime.kernels import barrier, panel_step, step, tiles
+from anaphora.runtime.kernels.int8 import unpack_matrices
 from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, chunk_bytes, result_bytes
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 from anaphora.runtime.lora.context import AdapterContext
@@ -28,14 +30,20 @@ from anaphora.runtime.threads import ThreadTeam
 
 Int64 = npt.NDArray[np.int64]
 
-# From this many tokens on, a step of panels takes less time than one of CpuStep: measured, see docs/log.md.
-MIN_TOKENS = 96
+# A step of at least MIN_TOKENS, and at least MIN_MEAN_TOKENS for each sequence, takes less time than one of CpuStep,
+# which reads the keys that several sequences share only once, and wastes no lanes on short ones: see docs/log.md.
+MIN_TOKENS = 24
+MIN_MEAN_TOKENS = 8
+
+# A step of up to so many panels is shared out by outputs, a longer one by panels.
+MOST_PANELS_BY_OUTPUTS = 16
 
 
 class PanelStep:
     """Runs steps of many tokens of one decoder in bfloat16, with as many threads as torch has.
 
     max_tokens: as many as there is memory for.
+    kinds: what the layers of each group see.
     few_tokens: the kernels for the same decoder's other steps, which know where its weights are.
     Raises NotRecognisedError if this CPU or this decoder is not for it.
     """
@@ -53,12 +61,13 @@ class PanelStep:
         if not isinstance(mlp, GatedMlp):
             raise NotRecognisedError(f"its MLP is a {type(mlp).__name__}")
         weight = tensor(mlp.gate)
-        if weight.dtype != torch.bfloat16:
+        if tensor(decoder.norm.parameters).dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
         if more := _more_than_a_llama(decoder, mlp, kinds):
             raise NotRecognisedError(f"it has {more}")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
+        self._has_codes = "codes" in mlp.gate
         self._mlp_size, self._hidden_size = weight.shape
         self._decoder, self._few_tokens = decoder, few_tokens
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -67,15 +76,15 @@ class PanelStep:
         self._eps = np.array([[0.0 if norm is None else norm.eps for norm in four] for four in norms], np.float32)
         self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
         self._own = torch.empty(0, dtype=torch.uint8)
+        self._unpacked = torch.empty(0, dtype=torch.bfloat16)
 
     def takes(self, num_tokens: int, context: object, adapters: AdapterContext | None = None) -> bool:
         """Whether this step is one for the tile unit. None with adapters is."""
-        return (
-            adapters is None
-            and num_tokens >= MIN_TOKENS
-            and isinstance(context, PagedContext)
-            and context.cache.keys[0].dtype == torch.bfloat16
-        )
+        if adapters is not None or num_tokens < MIN_TOKENS or not isinstance(context, PagedContext):
+            return False
+        num_seqs = sum(call.num_seqs for call in context.groups[0].calls)
+        is_for_few = num_tokens <= self._few_tokens.max_tokens and num_tokens < MIN_MEAN_TOKENS * num_seqs
+        return not is_for_few and context.cache.keys[0].dtype == torch.bfloat16
 
     def __call__(
         self,
@@ -116,7 +125,12 @@ class PanelStep:
         num_tokens = hidden.shape[0]
         row_bytes = self._num_kv_heads * dim * 2
         readers = find_readers(
-            group.calls, position_ids[0].numpy(), context.cache.block_size, row_bytes, team.num_threads
+            group.calls,
+            position_ids[0].numpy(),
+            context.cache.block_size,
+            row_bytes,
+            self._num_kv_heads,
+            team.num_threads,
         )
         own_size = panel_step.own_bytes(
             self._hidden_size,
@@ -141,15 +155,40 @@ class PanelStep:
             dim,
             chunk_bytes(dim),
         ]
+        eps = self._eps[list(numbers)]
         arguments = (
-            team.num_threads, addresses, np.array(sizes, dtype=np.int64), self._eps[list(numbers)],
             np.float32(self._decoder.layers[0].scaling), panels.data_ptr(), queries.data_ptr(), cos.data_ptr(),
             sin.data_ptr(), group.slot_mapping.numpy(), readers.rows.ctypes.data, readers.sequences, readers.items,
-            readers.starts, readers.visible.ctypes.data, team.barrier.ctypes.data, self._own.data_ptr(), own_size,
-            self._configuration.ctypes.data,
+            readers.units, readers.starts, readers.visible.ctypes.data, team.barrier.ctypes.data,
+            self._own.data_ptr(), own_size, self._configuration.ctypes.data,
         )  # fmt: skip
-        team.run(lambda thread: panel_step.run_layers(thread, *arguments), self._abandon)
+
+        def run(part: slice) -> None:
+            layers = (team.num_threads, addresses[part], np.array(sizes, dtype=np.int64), eps[part])
+            team.run(lambda thread: panel_step.run_layers(thread, *layers, *arguments), self._abandon)
+
+        if not self._has_codes:
+            run(slice(None))
+        for place, number in enumerate(numbers if self._has_codes else ()):
+            self._unpack(self._decoder.layers[number], addresses[place])
+            run(slice(place, place + 1))
         return panels.transpose(1, 2).reshape(-1, hidden.shape[1])[:num_tokens]
+
+    def _unpack(self, layer: DecoderLayer, addresses: Int64) -> None:
+        """Make bfloat16 of one layer's codes, in memory that the next layer takes over, and note where they are."""
+        matrices = [(column, tensor(linear), linear["scales"]) for column, linear in linear_parts(layer)]
+        size = sum(codes.numel() for _, codes, _ in matrices)
+        if self._unpacked.numel() < size:
+            self._unpacked = torch.empty(size, dtype=torch.bfloat16)
+        begin, table = 0, np.empty((len(matrices), 5), dtype=np.int64)
+        for row, (column, codes, scales) in zip(table, matrices, strict=True):
+            if scales is None:
+                raise NotRecognisedError("a weight is missing")
+            addresses[column] = self._unpacked.data_ptr() + 2 * begin
+            row[:] = codes.data_ptr(), scales.data_ptr(), *codes.shape, addresses[column]
+            begin += codes.numel()
+        num_threads = self._team.num_threads
+        self._team.run(lambda thread: unpack_matrices(thread, num_threads, table, (0, 0)), self._abandon)
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
@@ -184,55 +223,76 @@ def _more_than_a_llama(decoder: Decoder, mlp: GatedMlp, kinds: Sequence[Attentio
 class Readers:
     """Who reads what, for all layers alike; the arrays are those of kernels.panel_step.run_layers.
 
-    most_items: of one sequence and thread.
+    most_items: of one unit.
     """
 
     rows: Int64
     sequences: Int64
     items: Int64
+    units: Int64
     starts: Int64
     visible: npt.NDArray[np.int32]
     most_items: int
 
 
 def find_readers(
-    calls: tuple[AttentionCall, ...], positions: Int64, block_size: int, row_bytes: int, num_threads: int
+    calls: tuple[AttentionCall, ...],
+    positions: Int64,
+    block_size: int,
+    row_bytes: int,
+    num_kv_heads: int,
+    num_threads: int,
 ) -> Readers:
     """positions: of each token of the packed batch. row_bytes: of one token in a layer's pool."""
     padded = np.append(positions, np.full(-len(positions) % PANEL_TOKENS, -1)).reshape(-1, PANEL_TOKENS)
     tokens = np.arange(padded.size).reshape(padded.shape)
     rows: list[Int64] = []
     sequences: list[tuple[int, int]] = []
-    items: list[tuple[int, int, int, int, int]] = []
+    items: list[tuple[int, int, int]] = []
     seen: list[Int64] = []
+    work: list[tuple[int, int, int, int]] = []  # a sequence, a K/V head, an item, its keys
     num_rows = 0
     for call in calls:
         length = (call.end - call.begin) // call.num_seqs
         tables = call.block_ids.numpy().reshape(call.num_seqs, -1).astype(np.int64)
         for table, first in zip(tables, range(call.begin, call.end, length), strict=True):
-            end = first + length
+            end, first_item = first + length, len(items)
             num_keys = int(positions[end - 1]) + 1
             slots = (table[: cdiv(num_keys, block_size), None] * block_size + np.arange(block_size)).ravel()[:num_keys]
             rows.append(np.pad(slots, (0, -num_keys % CHUNK_TOKENS), mode="edge") * row_bytes)
             for panel in range(first // PANEL_TOKENS, cdiv(end, PANEL_TOKENS)):
                 inside = (tokens[panel] >= first) & (tokens[panel] < end)
                 counts = np.where(inside, padded[panel] + 1, 0)
-                items.append((panel % num_threads, len(sequences), panel, int(counts.min()), int(counts.max())))
+                items.append((panel, int(counts.min()), int(counts.max())))
                 seen.append(counts)
+            for head in range(num_kv_heads):
+                work += [(len(sequences), head, item, items[item][2]) for item in range(first_item, len(items))]
             sequences.append((num_rows, num_keys))
             num_rows += len(rows[-1])
-    order = sorted(range(len(items)), key=items.__getitem__)
-    flat = np.array([items[i] for i in order], dtype=np.int64)
-    borders = [thread * len(sequences) + s for thread in range(num_threads) for s in range(len(sequences) + 1)]
-    starts = np.searchsorted(flat[:, 0] * len(sequences) + flat[:, 1], borders).reshape(num_threads, -1)
+    units, starts = _share_out(np.array(work, dtype=np.int64), num_threads)
     return Readers(
         rows=np.concatenate(rows),
         sequences=np.array(sequences, dtype=np.int64),
-        items=np.ascontiguousarray(flat[:, 2:]),
-        starts=starts.astype(np.int64),
-        visible=np.stack([seen[i] for i in order]).astype(np.int32),
-        most_items=int(np.diff(starts, axis=1).max()),
+        items=np.array(items, dtype=np.int64),
+        units=units,
+        starts=starts,
+        visible=np.stack(seen).astype(np.int32),
+        most_items=int((units[:, 3] - units[:, 2]).max()),
     )
+
+
+def _share_out(work: Int64, num_threads: int) -> tuple[Int64, Int64]:
+    """Units [m, 4] and where each thread's begin: runs of `work`, as even in keys as its items allow.
+
+    work: [n, 4], a sequence, a K/V head, an item, how many keys it reads.
+    """
+    keys = work[:, 3]
+    threads = (2 * np.cumsum(keys) - keys) * num_threads // (2 * keys.sum())
+    alike = np.column_stack([work[:, :2], threads])
+    begins = np.append(0, 1 + np.flatnonzero((alike[1:] != alike[:-1]).any(axis=1)))
+    ends = np.append(begins[1:], len(work))
+    units = np.column_stack([work[begins, :3], work[ends - 1, 2] + 1])
+    return units, np.searchsorted(threads[begins], np.arange(num_threads + 1))
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from anaphora.runtime.decoder import (
     Parameters,
     tensor,
 )
+from anaphora.runtime.int8 import Int8Embedding, Int8Linear
 
 # Names of a layer's norms. Two: before attention and MLP. Four: also of what these give.
 _TWO_NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -38,8 +39,8 @@ def recognise(module: PreTrainedModel) -> Decoder:
     embedding = decoder.embed_tokens
     scales = dict(embedding.named_buffers(recurse=False))
     if (
-        not isinstance(embedding, torch.nn.Embedding)
-        or embedding.max_norm is not None
+        not isinstance(embedding, torch.nn.Embedding | Int8Embedding)
+        or getattr(embedding, "max_norm", None) is not None
         or scales.keys() - {"embed_scale"}
     ):
         raise NotRecognisedError(f"its embed_tokens is a {type(embedding).__name__}")
@@ -135,7 +136,7 @@ def _name_of(module: torch.nn.Module, child: torch.nn.Module) -> str:
 
 
 def _linear(module: torch.nn.Module) -> Parameters:
-    if type(module) is not torch.nn.Linear:  # quantised, adapted, fused: it may do more than multiply
+    if type(module) not in (torch.nn.Linear, Int8Linear):  # quantised, adapted, fused: it may do more than multiply
         raise NotRecognisedError(f"it has a {type(module).__name__} where a Linear is expected")
     return module._parameters
 

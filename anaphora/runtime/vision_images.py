@@ -36,7 +36,7 @@ def open_image(image: object, limits: ImageLimits, field: str) -> Any:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ModuleNotFoundError as error:
-        raise UnsupportedModelError("images need the package Pillow: pip install 'anaphora[vision]'") from error
+        raise UnsupportedModelError("images need the package Pillow: pip install pillow") from error
     if isinstance(image, bytes | bytearray):
         if len(image) > limits.max_bytes:
             raise InvalidParameterError(

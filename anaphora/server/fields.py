@@ -1,8 +1,9 @@
 """The bodies of the generating endpoints as pydantic models, and how a body becomes one. No defaults of values here:
 null and absent are the same everywhere, and `None`.
 
-An unknown field is refused, never ignored. Lists and maps are `Any` here and checked where they are used, up to the
-first fault: a model would collect one error for each of a million wrong entries. Must not know the engine.
+An unknown field is refused, never ignored; but after the model was made, as pydantic would collect one error for each
+of a million. Lists and maps are `Any` here and checked where they are used, up to the
+first fault, for the same reason. Must not know the engine.
 """
 
 from __future__ import annotations
@@ -13,15 +14,23 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anaphora.server.errors import ApiError, invalid
 
+_CONFIG = ConfigDict(
+    extra="allow",
+    strict=True,
+    frozen=True,
+    protected_namespaces=(),
+    json_schema_extra={"additionalProperties": False},
+)
+
 
 class RequestFields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = _CONFIG
 
     model: str | None = None
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = _CONFIG
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -140,7 +149,7 @@ class DetokenizeFields(RequestFields):
 
 
 class LoadAdapterFields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = _CONFIG
 
     lora_name: str
     lora_path: str
@@ -148,27 +157,45 @@ class LoadAdapterFields(BaseModel):
 
 
 class UnloadAdapterFields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = _CONFIG
 
     lora_name: str
     lora_int_id: int | None = None  # without effect: adapters have no numbers here
 
 
-MAX_CONTAINERS = 200_000
-"""Most opening brackets and braces in a body, those in strings among them. Python cannot do anything else while a body
-becomes objects: a second for a million of them. No prompt that fits has so many."""
+# Python cannot do anything else while a body becomes objects. So a body has at most so many of these signs, those in
+# strings among them: each limit is a few tenths of a second, and no prompt that fits has as many.
+MAX_CONTAINERS = 200_000  # [ and {
+MAX_MEMBERS = 200_000  # :
+MAX_VALUES = 2_000_000  # ,
 
 _Fields = TypeVar("_Fields", bound=BaseModel)
 
 
 def parse_fields(kind: type[_Fields], body: bytes) -> _Fields:
     """A JSON body as its model. Raises ApiError that names the field."""
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
-        raise invalid("body", f"the body holds more than {MAX_CONTAINERS} lists and objects", "invalid_value")
+    for what, count, most in (
+        ("lists and objects", body.count(b"[") + body.count(b"{"), MAX_CONTAINERS),
+        ("members of objects", body.count(b":"), MAX_MEMBERS),
+        ("values", body.count(b","), MAX_VALUES),
+    ):
+        if count > most:
+            raise invalid("body", f"the body holds more than {most} {what}", "invalid_value")
     try:
-        return kind.model_validate_json(body)
+        fields = kind.model_validate_json(body)
     except ValidationError as error:
         raise _as_api_error(error) from None
+    _refuse_unknown(fields)
+    return fields
+
+
+def _refuse_unknown(fields: BaseModel, inside: str | None = None) -> None:
+    for name in fields.model_extra or ():
+        param = name if inside is None else f"{inside}.{name}"
+        raise invalid(param, f"unknown field {param!r}: this server does not ignore fields", "unknown_parameter")
+    for name in fields.model_fields_set:
+        if isinstance(value := getattr(fields, name), BaseModel):
+            _refuse_unknown(value, name)
 
 
 def _as_api_error(error: ValidationError) -> ApiError:
@@ -179,6 +206,4 @@ def _as_api_error(error: ValidationError) -> ApiError:
     if not path:
         return invalid(None, f"the body must be a JSON object: {first['msg']}", "invalid_json")
     param = ".".join(path) if path[0] == "stream_options" else path[0]
-    if first["type"] == "extra_forbidden":
-        return invalid(param, f"unknown field {param!r}: this server does not ignore fields", "unknown_parameter")
     return invalid(param, f"{param}: {first['msg']}", "invalid_type")

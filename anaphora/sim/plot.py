@@ -14,7 +14,7 @@ def check_plotting() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'anaphora[plot]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def write_plot(documents: Sequence[dict[str, Any]], path: Path) -> None:

@@ -56,12 +56,16 @@ class Sweep:
         return self.block_sizes or (trace.block_size,)
 
     def blocks_of(self, trace: Trace, block_size: int) -> Sequence[int]:
-        """The pool sizes asked for, or the largest request's own and up, halving from the working set down."""
+        """The pool sizes asked for, or halving from the working set down to what the largest request needs.
+
+        That need itself is left out where the next size is less than half as much again: two points in one place.
+        """
         if self.blocks:
             return self.blocks
         low = trace.max_request_blocks(block_size)
         high = max(1, trace.num_distinct_blocks(block_size, with_outputs=self.counts_outputs(trace)))
-        return sorted({max(low, high // share, 1) for share in _DEFAULT_SHARES})
+        sizes = sorted({max(low, high // share, 1) for share in _DEFAULT_SHARES})
+        return sizes[1:] if len(sizes) > 1 and 2 * sizes[1] < 3 * sizes[0] else sizes
 
     def num_replays(self, trace: Trace) -> int:
         """Replays of the whole trace that `run_sweep` makes."""

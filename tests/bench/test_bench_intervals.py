@@ -43,4 +43,3 @@ def test_the_interval_is_the_narrowest_that_covers_95_percent(
     assert (interval.low, interval.high) == (low, high)
     assert interval.confidence == pytest.approx(confidence, abs=1e-12)
     assert interval.num_values == count
-    assert interval.is_certain is (confidence >= 0.95)

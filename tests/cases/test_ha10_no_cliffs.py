@@ -1,6 +1,7 @@
 """HA10: ratios of the control plane, and counts. Step 7 is in tests/server/test_lifecycle.
 
-Noise only adds time, so the least of several runs, in turn, comes down to the true value; a true cliff stays.
+Processor time of this thread, so that neighbours count as little as can be. Noise only adds to it: the least of several
+runs, in turn, comes down to the true value; a true cliff stays.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import pytest
 from subject import params, start
 from tiny_llama import ids
 
+from anaphora import LLM
+from anaphora.bench.intervals import median_interval
 from anaphora.core import BlockChain, CacheManager, Request, SampledToken, Scheduler, StepResult
 from anaphora.core.hashing import pack_tokens
 from anaphora.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1)
-MIN_ROUNDS, MAX_ROUNDS = 5, 100
+MIN_ROUNDS, MAX_ROUNDS = 10, 100
 
 
 def worst_ratio(limit: float, *actions: Callable[[], float]) -> float:
@@ -49,11 +52,11 @@ class Filler:
             self.number += 1
             request = Request(str(self.number), [self.number, *range(64 * 16 - 1)], PARAMS)
             self.cache.register(request)
-            begin = time.perf_counter()
+            begin = time.thread_time()
             assert self.cache.admit(request, self.cache.look_up(request))
             self.cache.commit(self.cache.stage(request, request.num_tokens))
             self.cache.free(request)
-            spent += time.perf_counter() - begin
+            spent += time.thread_time() - begin
         return spent / num_blocks
 
 
@@ -64,6 +67,7 @@ def full_pool(num_blocks: int) -> Filler:
     return filler
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("num_blocks", [1024, 8192, 65536])
 def test_a_full_pool_allocates_like_an_empty_one(num_blocks: int) -> None:
     full = full_pool(num_blocks)
@@ -71,11 +75,13 @@ def test_a_full_pool_allocates_like_an_empty_one(num_blocks: int) -> None:
     assert full.cache.pool.num_evicted >= MIN_ROUNDS * 1024  # GUARD
 
 
+@pytest.mark.timing
 def test_a_large_full_pool_allocates_like_a_small_one() -> None:
     small, large = full_pool(1024), full_pool(65536)
     assert worst_ratio(2, lambda: small.put(1024), lambda: large.put(1024)) <= 2
 
 
+@pytest.mark.timing
 def test_look_up_time_does_not_depend_on_the_number_of_entries() -> None:
     times = []
     for num_entries in (2 * 1024, 256 * 1024):
@@ -91,9 +97,9 @@ def test_look_up_time_does_not_depend_on_the_number_of_entries() -> None:
         def look_up(filler: Filler = filler, prompt: list[int] = prompt) -> float:
             request = Request("look", prompt, PARAMS)
             filler.cache.register(request)
-            begin = time.perf_counter()
+            begin = time.thread_time()
             hit = filler.cache.look_up(request)
-            spent = time.perf_counter() - begin
+            spent = time.thread_time() - begin
             assert hit.num_tokens == 16_000
             return spent
 
@@ -101,13 +107,14 @@ def test_look_up_time_does_not_depend_on_the_number_of_entries() -> None:
     assert worst_ratio(2, *times) <= 2
 
 
+@pytest.mark.timing
 def test_hashing_is_linear() -> None:
     def hashing(num_tokens: int) -> float:
         tokens = pack_tokens(range(num_tokens))
         chain = BlockChain(bytes(32), 16)
-        begin = time.perf_counter()
+        begin = time.thread_time()
         chain.extend(tokens)
-        return (time.perf_counter() - begin) / num_tokens
+        return (time.thread_time() - begin) / num_tokens
 
     lengths = (1024, 8192, 65536, 131072)
     assert worst_ratio(2, *(lambda n=n: hashing(n) for n in lengths)) <= 2
@@ -144,14 +151,15 @@ def run_alone(scheduler: Scheduler, request: Request) -> None:
         scheduler.update(plan, StepResult(ended))
 
 
+@pytest.mark.timing
 def test_a_long_warm_prompt_costs_no_more_a_token_than_a_short_one() -> None:
     scheduler = Scheduler(CacheManager(1024, 16), max_num_batched_tokens=512)
     numbers = itertools.count()
 
     def warm(prompt: list[int]) -> float:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         run_alone(scheduler, Request(str(next(numbers)), prompt, PARAMS))
-        return (time.perf_counter() - begin) / len(prompt)
+        return (time.thread_time() - begin) / len(prompt)
 
     short, long = ids(2903, 500), ids(2904, 4000)
     warm(short), warm(long)
@@ -164,28 +172,29 @@ def test_a_long_warm_prompt_costs_no_more_a_token_than_a_short_one() -> None:
     assert least[1] <= 2 * least[0]
 
 
+@pytest.mark.timing
 def test_misses_cost_little() -> None:
-    """A miss costs tens of microseconds of hashing, committing and evicting."""
-    prompts = iter(ids(20_000 + number, 60) for number in range(20_000))
+    """A miss costs tens of microseconds of hashing, committing and evicting; a step of this model, 0.3 ms.
 
-    def thirty_new_ones(enabled: bool) -> Callable[[], float]:
-        llm = start(num_blocks=128, enable_prefix_caching=enabled)
+    The same prompts both ways, in turn, until the median of the ratios is known to be on one side of the limit.
+    """
 
-        def run() -> float:
-            batch = list(itertools.islice(prompts, 30))
-            begin = time.perf_counter()
-            llm.generate(batch, params(8))
-            return time.perf_counter() - begin
+    def seconds(llm: LLM, prompts: list[list[int]]) -> float:
+        begin = time.thread_time()
+        llm.generate(prompts, params(8))
+        return time.thread_time() - begin
 
-        return run
-
-    on, off = thirty_new_ones(True), thirty_new_ones(False)
-    least_on, least_off = on(), off()
-    for _ in range(MAX_ROUNDS):
-        least_on, least_off = min(least_on, on()), min(least_off, off())
-        if least_off >= 0.95 * least_on:
-            return
-    raise AssertionError(f"30 new prompts take {least_on:.4f} s with the cache, {least_off:.4f} s without")
+    on, off = (start(num_blocks=128, enable_prefix_caching=enabled) for enabled in (True, False))
+    ratios = []
+    for number in range(MAX_ROUNDS // 3):
+        prompts = [ids(20_000 + 30 * number + i, 60) for i in range(30)]
+        spent = {llm: seconds(llm, prompts) for llm in ((on, off) if number % 2 else (off, on))}
+        ratios.append(spent[on] / spent[off])
+        ratio = median_interval(ratios)
+        if number >= MIN_ROUNDS and not ratio.low <= 1 / 0.95 <= ratio.high:
+            break
+    assert on.stats().counters.num_hit_tokens == 0  # GUARD
+    assert ratio.low <= 1 / 0.95, f"the cache costs {ratio.median - 1:.1%} of the time of prompts that miss"
 
 
 def test_hits_are_used(fresh: Callable[..., Any]) -> None:
@@ -217,6 +226,7 @@ def test_nothing_is_kept_of_prompts_but_what_the_pool_holds() -> None:
     assert num_objects() <= 1.01 * after_2000
 
 
+@pytest.mark.timing
 def test_no_step_among_many_cached_blocks_is_a_pause() -> None:
     """The same decode several times: a true pause comes back at the same step, noise does not."""
 
@@ -228,11 +238,11 @@ def test_no_step_among_many_cached_blocks_is_a_pause() -> None:
         gc.collect()
         seconds = []
         for _ in range(5000):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             plan = scheduler.schedule()
             assert plan is not None
             scheduler.update(plan, StepResult({"long": SampledToken(9)}))
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.thread_time() - begin)
         assert filler.cache.pool.free_queue.num_blank < 400  # GUARD
         return seconds
 

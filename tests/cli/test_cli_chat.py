@@ -95,6 +95,11 @@ def test_an_unknown_command_is_an_error_and_a_path_is_text(
     assert shown.err == "error: /rest: the commands are /reset and /exit, alone on a line; nothing was sent\n"
 
 
+def test_what_a_conversation_has_no_place_for_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--logprobs", "2"]) == 2
+    assert "--logprobs has no place in a conversation" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is Python's choice in the C locale
 def test_input_that_is_not_utf8_is_said_to_be_so(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], errors: str

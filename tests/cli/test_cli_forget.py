@@ -65,6 +65,11 @@ def test_the_options_are_the_fields(server: Recorder, arguments: list[str], body
     assert server.seen == [("/forget_prefix_cache", "Bearer key-1", body)]
 
 
+def test_the_base_url_of_clients_will_do(server: Recorder) -> None:
+    assert main(["forget", f"http://127.0.0.1:{server.server_port}/v1", "--salt", "x"]) == 0
+    assert server.seen == [("/forget_prefix_cache", None, {"cache_salt": "x"})]
+
+
 def test_it_says_what_was_forgotten(server: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(server, "--salt", "x") == 0
     assert capsys.readouterr().out == "forgotten: cache_salt\n"
@@ -96,6 +101,7 @@ def test_refusals_and_strangers(
     ("arguments", "code"),
     [
         (["ftp://host", "--salt", "x"], 2),
+        (["http://[::1", "--salt", "x"], 2),
         (["http://127.0.0.1:1", "--salt", "x"], 1),
         (["http://127.0.0.1:1", "--prompt", "a", "--prompt-ids", "1"], 2),
         (["http://127.0.0.1:1", "--prompt-ids", "1,a"], 2),

@@ -11,7 +11,10 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 
 from anaphora.api.llm import LLM
+from anaphora.cli.generate import InOrder
 from anaphora.cli.main import main
+from anaphora.cli.report import Limits
+from anaphora.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 ONE, TWO = "Hello there, this is a beginning", "Hello there, this is another"  # 32 and 28 bytes, 21 in common
 _MORE = ["no weights", "encoder", "path", "hub", "tokenizer", "tokenizer path", "empty", "empty file"]
@@ -198,6 +201,20 @@ def test_conversion_is_told_where_stderr_is_no_terminal(tmp_path: Path, capfd: p
     assert told[2].startswith("Writing ") and len(told) == 3
     assert main(arguments) == 0
     assert capfd.readouterr().err == ""
+
+
+def test_outputs_are_shown_in_order_and_none_waits_for_a_later_one(capfd: pytest.CaptureFixture[str]) -> None:
+    show, shown = InOrder(["a", "b", "c"], Limits(9, None, 99)), []
+    for index in (1, 0, 2):
+        completion = CompletionOutput(0, f"text {index}", [], None, "stop")
+        show(index, RequestOutput("r", None, [1], 0, [completion], True, RequestMetrics(0.0, e2e_s=0.0)))
+        shown.append(capfd.readouterr().out.splitlines())
+    line = "cached 0 of 1 tokens · computed 0 · 0 new (stop)"
+    assert shown == [
+        [],
+        ["[1/3] a", "text 0", line, "[2/3] b", "text 1", line],
+        ["[3/3] c", "text 2", line],
+    ]
 
 
 def test_models_lists_the_names_and_what_is_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

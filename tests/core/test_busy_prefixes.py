@@ -26,7 +26,8 @@ def test_the_busiest_ones_survive_any_number_of_others_and_the_latest_of_equal_o
         prefixes.found(name(number), 16)
         if number % 100 == 0:
             prefixes.found(name(1 << 30), 16)
-        assert len(prefixes.busiest(1 << 20)) < 1024
+        if number % 13 == 0:
+            assert len(prefixes.busiest(1 << 20)) < 1024
     assert prefixes.busiest(1) == [BusyPrefix(name(1 << 30), 16, 100)]
     assert BusyPrefix(name(9_999), 16, 1) in prefixes.busiest(1 << 20)
 

@@ -36,8 +36,10 @@ CONSTANT_TABLES = {"POLICIES"}
 
 
 def plane_of(module: str) -> str:
-    """`anaphora.core.plan` -> core; `anaphora` and `anaphora.errors` -> root."""
+    """`anaphora.core.plan` -> core; `anaphora` and `anaphora.errors` -> root; `__main__` is a command line."""
     parts = module.split(".")
+    if parts[-1] == "__main__":
+        return "cli"
     return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ROOT
 
 
@@ -115,7 +117,7 @@ print(sorted(planes))
 """
     # -I -S: no environment variables and no site-packages.
     command = [sys.executable, "-I", "-S", "-c", program, str(PACKAGE.parent)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     names = ["config", "core", "errors", "pooling_params", "salt_regions", "sampling_params"]
     assert result.stdout.splitlines() == ["[]", str(names)]

@@ -169,3 +169,62 @@ def test_a_failed_writer_leaves_the_copy_of_another_writer_findable() -> None:
     index.commit(ids(2, 3))
     assert index.find(chain, 2) == ([2, 3], 2)
     assert index.num_pending == index.num_duplicates == 0
+
+
+def test_roots_that_no_block_hangs_from_are_forgotten_and_those_that_one_does_are_not() -> None:
+    index = PrefixIndex(300)
+    kept = make_chain([1, 2], 1)
+    put(index, kept, ids(1, 2))
+    for number in range(1000):
+        chain = BlockChain(b"%d" % number, 1)
+        chain.extend(kept.token_ids)
+        assert index.stage(ids(3, 4), chain, 0, None) == 2
+        assert find(index, chain) == [3, 4]  # pending blocks keep their root, too
+        if number == 500:
+            index.commit(ids(3, 4))
+            index.remove_all(ids(4, 3))
+        else:
+            index.withdraw(ids(3, 4))
+    assert len(index._roots) <= 2 + 2 * 64
+    assert find(index, kept) == [1, 2]
+    assert index.inconsistencies() == []
+    returns = BlockChain(b"0", 1)
+    returns.extend(kept.token_ids)
+    assert put(index, returns, ids(5, 6)) == 2
+    assert find(index, returns) == [5, 6]
+
+
+@pytest.mark.parametrize("length", [8, 9, 100])
+def test_a_name_behind_a_hole_does_not_make_up_for_the_hole(length: int) -> None:
+    """A collision can put a name there whose beginning is not: halving then looks at the wrong side."""
+    index = PrefixIndex(2 * length + 2)
+    chain = make_chain(range(length), 1)
+    blocks = [BlockId(block) for block in range(1, length + 1)]
+    put(index, chain, blocks)
+    for hole in range(1, length - 1):
+        index._committed.pop(chain.hashes[hole])
+        assert index.find(chain, length) == (blocks[:hole], hole)
+        assert index.find(chain, length - 1) == (blocks[:hole], hole)
+        index._committed[chain.hashes[hole]] = blocks[hole]
+
+
+def test_two_blocks_of_one_chain_with_one_name_leave_nothing_of_the_second() -> None:
+    index = PrefixIndex(8)
+    chain = make_chain([1, 2, 3], 1, hash_function=constant)
+    assert index.stage(ids(1, 2, 3), chain, 0, None) == 1
+    assert index.num_pending == 1
+    assert index.find(chain, 3) == ([1], 0)
+    assert index.hashes[2] is index.hashes[3] is None
+    assert index.num_collisions == 1
+
+
+def test_one_commit_of_two_stagings_of_one_content_keeps_both() -> None:
+    index = PrefixIndex(5)
+    chain = make_chain([1, 2], 1)
+    index.stage(ids(1, 2), chain, 0, None)
+    index.stage(ids(3, 4), chain, 0, None)
+    index.commit(ids(3, 4))
+    assert index.num_pending == 2
+    index.commit(ids(1, 2))
+    assert [index.blocks_of(block_hash) for block_hash in chain.hashes] == [[3, 1], [4, 2]]
+    assert (index.num_committed, index.num_duplicates, index.num_pending) == (4, 2, 0)

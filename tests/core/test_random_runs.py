@@ -16,7 +16,7 @@ from core_world import World
 from anaphora.core.eviction import POLICIES
 from anaphora.core.hashing import HashFunction
 
-NUM_RUNS = 20_000 if os.environ.get("ANAPHORA_HYPOTHESIS") == "thorough" else 600
+NUM_RUNS = 20_000 if os.environ.get("ANAPHORA_HYPOTHESIS") == "thorough" else 300
 
 
 def alternate(tokens: Sequence[int]) -> int:

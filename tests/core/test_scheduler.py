@@ -91,7 +91,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget_and_samples_in_the_la
     assert [summary(plan) for plan in plans] == [[("a", 0, 7)], [("a", 7, 7)], [("a", 14, 3)], [("a", 17, 1)]]
     assert [plan.scheduled[0].sample for plan in plans] == [False, False, True, True]
     assert [tables(plan)["a"] for plan in plans] == [(1, 2, 3, 4, 5), (), (), ()]  # blocks for every known token
-    assert [plan.num_scheduled_tokens for plan in plans] == [7, 7, 3, 1]
+    assert [sum(len(each.token_ids) for each in plan.scheduled) for plan in plans] == [7, 7, 3, 1]
 
 
 def test_a_block_is_appended_when_decoding_reaches_it() -> None:

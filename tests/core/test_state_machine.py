@@ -28,7 +28,7 @@ from anaphora.errors import DuplicateRequestError, PromptTooLongError, UnknownRe
 EOS, STOP = 100, 101
 THOROUGH = os.environ.get("ANAPHORA_HYPOTHESIS") == "thorough"
 SETTINGS = settings(
-    max_examples=3_000 if THOROUGH else 100,
+    max_examples=3_000 if THOROUGH else 40,
     stateful_step_count=80 if THOROUGH else 40,
     derandomize=not THOROUGH,
     database=None,

@@ -98,7 +98,7 @@ def test_memory_is_bounded_whatever_the_pool_and_the_traffic() -> None:
         hashes = [name(f"{number} {index}") for index in range(128)]
         small.query(hashes, 129 * BLOCK_SIZE, 128)
         small.use(hashes)
-        most = max(most, small.num_listed_blocks)
+        most = max(most, len(small._last_use))
     assert MAX_LISTED_BLOCKS - 128 <= most <= MAX_LISTED_BLOCKS + 128
     assert sum(map(len, small._blocks.values())) <= 2 * most
 
@@ -109,7 +109,7 @@ def test_a_conversation_leaves_no_used_up_lists_behind() -> None:
     for turn in range(1, 300):
         what_if.query(hashes[:turn], turn * BLOCK_SIZE + 1, turn)
         what_if.use(hashes[:turn])
-    assert what_if.num_listed_blocks == sum(map(len, what_if._blocks.values())) == 299
+    assert len(what_if._last_use) == sum(map(len, what_if._blocks.values())) == 299
     assert what_if.curve()[0].num_hit_tokens == sum(range(299)) * BLOCK_SIZE
 
 
@@ -119,7 +119,7 @@ def test_of_lists_that_are_mostly_used_up_the_rest_is_kept() -> None:
         hashes = [name(f"{number} {index}") for index in range(100)]
         what_if.use(hashes)
         what_if.use(hashes[:99])
-    assert what_if.num_listed_blocks == sum(map(len, what_if._blocks.values())) == 5000
+    assert len(what_if._last_use) == sum(map(len, what_if._blocks.values())) == 5000
 
 
 def test_a_prompt_of_full_blocks_only_finds_all_but_the_last() -> None:
@@ -195,7 +195,7 @@ def test_two_contents_with_one_hash_cost_exactness_and_nothing_else(hashes: list
         what_if.query(chain, len(chain) * BLOCK_SIZE + 1, len(chain))
         what_if.use(chain[: draw.randrange(len(chain) + 1)])
     assert all(0 <= point.num_hit_tokens <= point.num_queried_tokens for point in what_if.curve())
-    assert what_if.num_listed_blocks < 60
+    assert len(what_if._last_use) < 60
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,10 @@ class FakeExecutor:
 class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
+        self.tick_s = 0.0  # what passes whenever anybody looks at it
 
     def __call__(self) -> float:
+        self.now_s += self.tick_s
         return self.now_s
 
 

@@ -66,7 +66,7 @@ class World:
     @property
     def in_memory(self) -> str:
         """The contents that are held, in order."""
-        assert self.held == self.registry.in_memory
+        assert self.held == self.registry._num_users.keys()
         return "".join(sorted(bytes.fromhex(digest).decode() for digest in self.held))
 
 
@@ -148,7 +148,7 @@ def test_files_that_changed_while_out_of_memory_are_never_taken_for_the_old_ones
     with pytest.raises(AdapterChangedError, match="'a'") as error:
         world.pin("a")
     assert "secret" not in str(error.value)
-    assert world.registry.in_memory <= {b"B".hex()}
+    assert world.in_memory in ("", "B")
     world.registry.unpin(world.pin("b"))
 
 

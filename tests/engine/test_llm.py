@@ -118,6 +118,34 @@ def test_an_interrupt_aborts_everything():
     assert [len(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, THREE)] == [3, 3, 3]
 
 
+def test_each_output_is_told_as_it_ends_whatever_its_place():
+    llm, executor, _ = make_llm()
+    told = []
+    params = [SamplingParams(max_tokens=count) for count in (3, 1, 2)]
+    outputs = llm.generate(PROMPTS, params, on_output=lambda *ended: told.append((len(executor.plans), *ended)))
+    assert told == [(1, 1, outputs[1]), (2, 2, outputs[2]), (3, 0, outputs[0])]
+
+
+def test_who_is_told_may_stop_everything_and_a_stream_beside_it_goes_on():
+    llm, _, _ = make_llm()
+    stream = llm.stream(PROMPTS[0], THREE)
+    next(stream)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(PROMPTS[1:], [SamplingParams(max_tokens=1), THREE], on_output=lambda *_: 1 / 0)
+    assert llm.engine.num_unfinished == 1
+    assert [step.finished for step in stream][-1]
+    assert leaves_nothing(llm)
+
+
+@pytest.fixture
+def listens_to_ctrl_c():
+    """A process that was started in the background ignores it, and its tests would with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_ctrl_c_waits_for_the_end_of_the_step():
     llm, executor, _ = make_llm()
 
@@ -134,6 +162,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_a_second_ctrl_c_does_not_wait_and_leaves_nothing_either():
     llm, executor, _ = make_llm()
 

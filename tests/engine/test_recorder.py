@@ -213,7 +213,7 @@ def start(*arguments: str) -> subprocess.Popen:
 
 def test_a_process_that_just_ends_has_written_everything(tmp_path: Path) -> None:
     process = start(str(tmp_path / "t"))
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
     assert len(entries(tmp_path / "t")) == 201
 
 
@@ -222,6 +222,6 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert [process.stdout.readline(), process.stdout.readline()] == [b"half\n", b"there\n"]
     process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    process.wait(120)
     assert (tmp_path / "t").read_bytes().endswith(b"\n")
     assert len(entries(tmp_path / "t")) >= 102

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from anaphora.engine.detokenizer import Detokenizer
-from anaphora.runtime.model import load_model
 
 pytestmark = pytest.mark.models
 
@@ -19,9 +20,8 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
-def test_pieces_add_up_to_one_decode(name: str) -> None:
-    tokenizer = load_model(name).tokenizer
-    assert tokenizer is not None
+def test_pieces_add_up_to_one_decode(tokenizer_of: Callable[[str], Any], name: str) -> None:
+    tokenizer = tokenizer_of(name)
     rng = random.Random(0)
     prompt = tokenizer.encode("Say: hi")
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,6 @@ from hypothesis import strategies as st
 
 from anaphora.engine.pieces import Pieces
 from anaphora.engine.token_memo import MemoEncoder, TokenMemo
-from anaphora.runtime.sources import default_cache_dir
-from anaphora.runtime.sources.folder import load_tokenizer
-from anaphora.runtime.sources.progress import Progress
-from anaphora.runtime.sources.resolve import resolve_model
 
 pytestmark = pytest.mark.models
 
@@ -54,8 +51,8 @@ FRAGMENTS = [
 
 
 @pytest.fixture(scope="module", params=SPECIALS)
-def known(request: pytest.FixtureRequest) -> tuple[Any, Pieces, list[str]]:
-    tokenizer = load_tokenizer(resolve_model(request.param, default_cache_dir(), Progress(False)).folder)
+def known(request: pytest.FixtureRequest, tokenizer_of: Callable[[str], Any]) -> tuple[Any, Pieces, list[str]]:
+    tokenizer = tokenizer_of(request.param)
     return tokenizer, Pieces(tokenizer), SPECIALS[request.param]
 
 

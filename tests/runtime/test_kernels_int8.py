@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("numba")
 
-from test_kernels import WAYS, load_tiles
+from test_kernels import WAYS, bfloat16_llama, load_tiles, plans, run_steps
 
-from anaphora.runtime.int8 import quantize_rows
-from anaphora.runtime.kernels.int8 import linear_codes, panel_bytes, prepare_codes
+from anaphora.runtime.architecture import inspect_model
+from anaphora.runtime.fast_forward import FastForward, make_forward
+from anaphora.runtime.forward import PagedForward
+from anaphora.runtime.int8 import dequantize_rows, quantize_rows
+from anaphora.runtime.kernels.int8 import linear_codes, panel_bytes, prepare_codes, unpack_matrices
+from anaphora.runtime.quantization import quantize_int8
 
 
 @pytest.mark.parametrize(("dtype", "use_tiles"), WAYS)
@@ -36,3 +42,59 @@ def test_linear_parts_of_codes(dtype: torch.dtype, use_tiles: bool, num_rows: in
         assert (out[:num_rows, end:] == 7).all()
     expected = x[:num_rows].double() @ (codes.double() * scales.double().unsqueeze(1)).T
     assert (torch.from_numpy(out)[:num_rows] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacked_codes_are_those_of_torch_whoever_unpacks_them(dtype: torch.dtype) -> None:
+    codes, scales = quantize_rows(torch.randn(37, 96, generator=torch.Generator().manual_seed(1)).to(dtype))
+    out = torch.full((38, 96), torch.nan, dtype=dtype)
+    matrices = np.array([[codes.data_ptr(), scales.data_ptr(), 37, 96, out.data_ptr()]], np.int64)
+    for thread in (2, 0, 1):
+        unpack_matrices(thread, 3, matrices, (0,) * dtype.itemsize)
+    assert torch.equal(out[:37], dequantize_rows(codes, scales))
+    assert bool(out[37].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_are_as_near_to_float32_as_those_of_the_modules_own_layers(tied: bool, dtype: torch.dtype) -> None:
+    module = bfloat16_llama().to(dtype)
+    if tied:
+        module.lm_head.weight = module.model.embed_tokens.weight
+    quantize_int8(module)
+    forward = make_forward(module, inspect_model(module, 512), fast=True)
+    assert isinstance(forward, FastForward)
+    assert forward._kernels
+    fast, library = run_steps(module, forward, plans()), run_steps(module, PagedForward(module), plans())
+    truth = run_steps(module, PagedForward(module.float()), plans())
+    for right, ours, theirs in zip(truth, fast, library, strict=True):
+        for a, b, c in zip(right, ours, theirs, strict=True):
+            limit = 1e-4 * float(a.norm()) if dtype == torch.float32 else 1.25 * float((c - a).norm())
+            assert float((b - a).norm()) < limit
+
+
+def test_layers_of_two_kinds_decode_without_kernels_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    module = bfloat16_llama()
+    plain = bfloat16_llama().model.layers[1].mlp.up_proj
+    quantize_int8(module)
+    module.model.layers[1].mlp.up_proj = plain
+    with caplog.at_level(logging.INFO, "anaphora.runtime"):
+        forward = make_forward(module, inspect_model(module, 512), fast=True)
+    assert isinstance(forward, FastForward) and forward._kernels == ()
+    assert "some of its layers are int8 and some are not" in caplog.text
+
+
+def test_the_same_bits_whatever_the_number_of_threads() -> None:
+    module = bfloat16_llama().to(torch.bfloat16)
+    quantize_int8(module)
+    results = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        results.append(run_steps(module, make_forward(module, inspect_model(module, 512), fast=True), plans()[1:]))
+    torch.set_num_threads(1)
+    for result in results[1:]:
+        assert all(
+            torch.equal(a, b)
+            for step, first in zip(result, results[0], strict=True)
+            for a, b in zip(step, first, strict=True)
+        )

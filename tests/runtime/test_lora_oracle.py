@@ -308,7 +308,7 @@ def test_a_replaced_adapter_is_never_hit_and_who_runs_ends_with_the_old_one(
     is_exact(new, after)
     assert after.num_cached_tokens == (0 if max_loras == 1 else 64)
     assert ask(llm).num_cached_tokens == 64 and base.num_cached_tokens == 0
-    assert num_pinned(llm) == 0 and len(engine._registry.in_memory) == 1
+    assert num_pinned(llm) == 0 and len(engine._executor._adapters) == 1
 
 
 def test_content_is_the_identity_whatever_it_is_called(module: Any, tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_content_is_the_identity_whatever_it_is_called(module: Any, tmp_path: Pa
     assert ask(llm, "two").num_cached_tokens == 64
     for name in ("two", "regex"):
         llm.unload_adapter(name)
-    assert llm.engine._registry.in_memory == frozenset()
+    assert llm.engine._executor._adapters == {}
     assert llm.engine._executor._stacks._layers == ()  # nothing of it is left
     with pytest.raises(UnknownAdapterError):
         ask(llm, "one")
@@ -356,14 +356,14 @@ def test_what_left_memory_is_read_again_and_must_be_the_same(module: Any, tmp_pa
     references = {name: merged(module, folder) for name, folder in folders.items()}
     llm = make_llm(module, folders, max_loras=2)
     digests = {info.name: info.digest for info in llm.engine.adapters}
-    registry = llm.engine._registry
-    assert registry.in_memory == {digests["b"], digests["c"]}
+    in_memory = llm.engine._executor._adapters
+    assert in_memory.keys() == {digests["b"], digests["c"]}
     assert ask(llm, "b").num_cached_tokens == 0
     first = ask(llm, "a")  # in the place of c, which was not used since
-    assert registry.in_memory == {digests["a"], digests["b"]}
+    assert in_memory.keys() == {digests["a"], digests["b"]}
     is_exact(references["a"], first)
     ask(llm, "c")
-    assert registry.in_memory == {digests["a"], digests["c"]}
+    assert in_memory.keys() == {digests["a"], digests["c"]}
     again = ask(llm, "b")
     assert again.num_cached_tokens == 64  # its blocks stayed
     is_exact(references["b"], again)

@@ -3,6 +3,7 @@ bits do not depend on threads or on what else is in the step."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -16,7 +17,7 @@ from anaphora.core.ids import RequestId, TokenId
 from anaphora.core.plan import ScheduledRequest
 from anaphora.runtime import panel_step
 from anaphora.runtime.architecture import inspect_model
-from anaphora.runtime.attention import PagedContext
+from anaphora.runtime.attention import AttentionCall, GroupInputs, PagedContext
 from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
 from anaphora.runtime.fast_forward import FastForward, StepKernels, make_forward
@@ -76,6 +77,7 @@ def by_panels(module) -> FastForward:  # type: ignore[no-untyped-def]
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_step, "MIN_TOKENS", 1)
+    monkeypatch.setattr(panel_step, "MIN_MEAN_TOKENS", 1)
 
 
 BORDERS: list[list[Plan]] = [
@@ -152,10 +154,18 @@ def test_steps_of_many_tokens_are_its_own() -> None:
     assert isinstance(forward, FastForward)
     many, few = forward._kernels
     cache = KVCache(layout.places, num_blocks=2, block_size=16, dtype=torch.bfloat16, device=CPU)
-    context = PagedContext(cache, layout.layers, ())
-    taken = [many.takes(count, context) for count in (panel_step.MIN_TOKENS - 1, panel_step.MIN_TOKENS, 100_000)]
-    assert taken == [False, True, True]
-    assert few.takes(panel_step.MIN_TOKENS - 1, context)
+
+    def choice(*lengths: int) -> list[bool]:
+        ends = itertools.accumulate(lengths)
+        calls = tuple(AttentionCall(end - n, end, 1, torch.ones(1), n) for n, end in zip(lengths, ends, strict=True))
+        context = PagedContext(cache, layout.layers, (GroupInputs(torch.zeros(0), calls),))
+        return [kernels.takes(sum(lengths), context) for kernels in (many, few)]
+
+    assert choice(23) == [False, True]
+    assert choice(24) == choice(1, 1, 22) == [True, True]  # the first one that takes it runs it
+    assert choice(1, 1, 1, 21) == [False, True]
+    assert choice(*[1] * 199, 57) == [False, True]
+    assert choice(*[1] * 199, 58) == choice(100_000) == [True, False]
 
 
 def test_without_a_tile_unit_torch_computes_long_prompts_and_the_log_says_so(

@@ -186,6 +186,8 @@ def test_what_is_not_ours_to_change_is_refused() -> None:
         LLM(make_tiny_llama(), quantization="int8")
     with pytest.raises(ConfigError, match="quantization must be one of int8, got 'int3'"):
         EngineConfig(model="m", quantization="int3")
+    with pytest.raises(ConfigError, match="reproducible needs full weights"):
+        EngineConfig(model="m", quantization="int8", reproducible=True)
     module = make_tiny_llama()
     module.config.quantization_config = {"quant_method": "other"}
     with pytest.raises(UnsupportedModelError, match="quantised already: leave quantization"):

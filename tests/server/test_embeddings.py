@@ -183,6 +183,7 @@ def small(make_engine: Callable[..., Engine]) -> Iterator[Live]:
         yield live
 
 
+@pytest.mark.timing
 def test_a_client_that_goes_away_a_deadline_and_a_full_house_leave_nothing(small: Live) -> None:
     slow = small.engine._executor.execute
 

@@ -6,7 +6,9 @@ test_openapi.py makes bodies by the schema.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from server_world import Live
 
 from anaphora.server.admin import ResetFields
+from anaphora.server.errors import ApiError
 from anaphora.server.fields import (
     ChatFields,
     CompletionFields,
@@ -24,6 +27,7 @@ from anaphora.server.fields import (
     ResponsesFields,
     TokenizeFields,
     UnloadAdapterFields,
+    parse_fields,
 )
 
 SCALARS = st.one_of(
@@ -113,6 +117,39 @@ def test_a_body_of_any_depth_is_refused(live: Live, path: str, body: str) -> Non
 def test_what_would_keep_the_event_loop_busy_is_bounded(live: Live, path: str, field: str, value: Any) -> None:
     error = live.post(path, 400, **{**ENDPOINTS[path][1], field: value})["error"]
     assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"prompt": [' + "8," * 2_000_000 + "8]}", "prompt"),  # as many as may be: refused by the model's limit
+        ('{"prompt": [' + "8," * 2_000_001 + "8]}", "body"),
+        ('{"prompt": ' + "[" * 100_000 + "{" * 100_001, "body"),
+        ('{"prompt": "' + ":" * 199_999 + '", "unknown": 1}', "body"),
+        ('{"prompt": "' + ":" * 199_998 + '", "unknown": 1}', "unknown"),
+        ('{"prompt": [8], "stream_options": {"a": 1, "b": 2}}', "stream_options.a"),
+    ],
+    ids=["values", "too many values", "containers", "members", "unknown", "unknown inside"],
+)
+def test_what_a_body_holds_is_bounded_and_what_is_unknown_is_named(live: Live, body: str, param: str) -> None:
+    reply = live.client.post("/v1/completions", content=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_unknown_fields_cost_little_more_than_any_others() -> None:
+    """pydantic's own refusal would collect an error for each: seconds in which no other thread runs."""
+    members = ",".join(f'"k{number}": 1' for number in range(100_000)).encode()
+
+    def seconds(body: bytes) -> float:
+        begin = time.thread_time()
+        with contextlib.suppress(ApiError):
+            parse_fields(CompletionFields, body)
+        return time.thread_time() - begin
+
+    unknown, known = (
+        min(seconds(body) for _ in range(3)) for body in (b"{%s}" % members, b'{"logit_bias": {%s}}' % members)
+    )
+    assert unknown <= 4 * known
 
 
 def test_after_all_that_nothing_is_left(live: Live) -> None:

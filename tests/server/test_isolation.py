@@ -269,6 +269,7 @@ def test_what_another_salt_has_cached_costs_exactly_the_work_of_what_nobody_has_
     assert work[0] == work[1]
 
 
+@pytest.mark.timing
 def test_what_another_salt_has_cached_takes_the_time_of_what_nobody_has_seen(live: Live) -> None:
     """A hit would take a small part of the time. Noise widens the medians of few pairs, more pairs narrow them."""
     live.reset()

@@ -15,14 +15,20 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_world import Live, cached, serving
+from server_world import PATIENCE_S, Live, cached, serving
 from tiny_llama import ids
 
 from anaphora.server.app import build_app
 from anaphora.server.config import ServerConfig
 
+pytestmark = pytest.mark.timing
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
+
+SOON_S = 5.0
+"""A small part of what the requests of these tests would take to their ends."""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:
     """Seconds until it held."""
     start = time.monotonic()
     while not condition():
@@ -86,7 +92,7 @@ def test_a_client_that_leaves_while_it_runs_frees_its_blocks(
         if stream:
             connection.recv(1)  # between tokens
         leave(connection)
-        assert until(lambda: is_idle(live)) < 1
+        assert until(lambda: is_idle(live)) < SOON_S
         connection.close()
     assert len(live.generate([8, 9], 3)["choices"][0]["token_ids"]) == 3
 
@@ -101,7 +107,7 @@ def test_a_client_that_leaves_while_it_waits_leaves_the_queue(
         second = connect(live, prompt=ids(2, 40), stream=True, **ENDLESS)
         until(lambda: live.metrics()["num_requests_waiting"] == 1)
         leave(second)
-        assert until(lambda: live.metrics()["num_requests_waiting"] == 0) < 1
+        assert until(lambda: live.metrics()["num_requests_waiting"] == 0) < SOON_S
         assert live.metrics()["num_requests_running"] == 1
         first.close()
         until(lambda: is_idle(live))
@@ -109,11 +115,11 @@ def test_a_client_that_leaves_while_it_waits_leaves_the_queue(
 
 
 def test_a_client_that_leaves_before_its_first_token(make_engine: Any) -> None:
-    with serving(make_engine(max_num_batched_tokens=16)) as live, slowed(live, 0.02):
+    with serving(make_engine(max_num_batched_tokens=16)) as live, slowed(live, 0.1):
         connection = connect(live, prompt=ids(1, 2000), stream=True, **ENDLESS)  # 125 steps to the first token
         until(lambda: live.live_blocks() > 2)
         connection.close()
-        assert until(lambda: is_idle(live)) < 1
+        assert until(lambda: is_idle(live)) < SOON_S
         assert live.metrics()["generation_tokens_total"] == 0
 
 
@@ -123,48 +129,48 @@ def test_an_aborted_stream_of_four_choices_leaves_nothing(live: Live) -> None:
         lines = (line for line in reply.iter_lines() if line.startswith("data: "))
         indices = {json.loads(next(lines)[6:])["choices"][0]["index"] for _ in range(8)}
     assert indices == {0, 1, 2, 3}
-    assert until(lambda: is_idle(live)) < 1
+    assert until(lambda: is_idle(live)) < SOON_S
 
 
 def test_time_is_up(make_engine: Any) -> None:
     with serving(make_engine(), ServerConfig(request_timeout_s=0.5)) as live, slowed(live, 0.005):
         error = live.post("/v1/completions", 504, prompt=[8], **ENDLESS)["error"]
         assert (error["type"], error["code"]) == ("timeout_error", "request_timeout")
-        until(lambda: is_idle(live), 1)
+        until(lambda: is_idle(live), SOON_S)
         with live.client.stream("POST", "/v1/completions", json={"prompt": [8], "stream": True, **ENDLESS}) as reply:
             assert reply.status_code == 200
             *_, last, done = [line for line in reply.iter_lines() if line]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_timeout"
         assert done == "data: [DONE]"
-        until(lambda: is_idle(live), 1)
+        until(lambda: is_idle(live), SOON_S)
         assert live.metrics()['http_requests_total{endpoint="completions",outcome="timeout"}'] == 2
 
 
 def test_a_client_that_reads_nothing_holds_nothing_when_its_time_is_up(make_engine: Any) -> None:
     engine = make_engine()
-    app = build_app(engine, ServerConfig(request_timeout_s=0.3), model_name="tiny", max_num_seqs=4)
+    app = build_app(engine, ServerConfig(request_timeout_s=1.0), model_name="tiny", max_num_seqs=4)
     body = json.dumps({"prompt": ids(1, 40), "stream": True, **ENDLESS}).encode()
     requests = [{"type": "http.request", "body": body}]
 
     async def receive() -> Any:
         if not requests:
-            await asyncio.sleep(60)
+            await asyncio.sleep(PATIENCE_S)
         return requests.pop()
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
-            await asyncio.sleep(60)  # the socket's buffer is full
+            await asyncio.sleep(PATIENCE_S)  # the socket's buffer is full
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
 
     async def main() -> None:
         async with app.router.lifespan_context(app):
             exchange = asyncio.ensure_future(app(scope, receive, send))
-            await asyncio.sleep(0.2)
-            assert engine.num_unfinished == 1
-            await asyncio.sleep(0.6)
-            assert engine.num_unfinished == 0
-            await asyncio.wait_for(exchange, 10)
+            async with asyncio.timeout(PATIENCE_S):
+                for number in (1, 0):
+                    while engine.num_unfinished != number:
+                        await asyncio.sleep(0.005)
+            await asyncio.wait_for(exchange, SOON_S)
 
     asyncio.run(main())
 
@@ -193,6 +199,13 @@ def test_a_full_house_answers_429_and_takes_the_next_when_one_leaves(make_engine
         assert len(live.generate([8, 9], 3)["choices"][0]["token_ids"]) == 3
 
 
+def test_no_piece_of_a_reply_waits_for_the_acknowledgement_of_the_one_before(live: Live) -> None:
+    assert live.client.get("/health").status_code == 200
+    (connection, *_) = live.server.server_state.connections
+    sent_by: socket.socket = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+    assert sent_by.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 def test_a_stream_that_waits_sends_comments(make_engine: Any) -> None:
     config = ServerConfig(heartbeat_s=0.05)
     with serving(make_engine(max_num_seqs=1), config, max_num_seqs=1) as live, slowed(live, 0.005):
@@ -208,32 +221,36 @@ def test_a_stream_that_waits_sends_comments(make_engine: Any) -> None:
 
 
 def test_health_answers_while_a_long_prompt_is_read_and_tokenised(make_engine: Any) -> None:
+    """Noise only adds to the longest wait: the least of up to three runs."""
+    # Refused by its length, by its tokens, by its number of ids, and as too many things.
+    prompts: list[Any] = ["x" * 5_000_000, "word " * 100_000, [8] * 1_500_000, [[8]] * 800_000]
+    bodies = [json.dumps({"prompt": prompt}) for prompt in prompts]  # here: client and server share one interpreter
+    del prompts
+    gc.collect()
+    gc.freeze()  # as `anaphora serve` does
     with serving(make_engine(max_model_len=4096, num_blocks=300)) as live:
-        replies: list[httpx2.Response] = []
-        # Refused by its length, by its tokens, by its number of ids, and as too many things.
-        prompts: list[Any] = ["x" * 5_000_000, "word " * 100_000, [8] * 1_500_000, [[8]] * 800_000]
-        bodies = [json.dumps({"prompt": prompt}) for prompt in prompts]  # here: client and server share one interpreter
-        del prompts
-        gc.collect()
-        gc.freeze()  # as `anaphora serve` does
-        client = httpx2.Client(base_url=live.url, timeout=60)
+        assert any(longest_health_s(live, bodies) < 0.5 for _ in range(3))
+    gc.unfreeze()
 
-        def ask() -> None:
+
+def longest_health_s(live: Live, bodies: list[str]) -> float:
+    replies: list[httpx2.Response] = []
+
+    def ask() -> None:
+        with httpx2.Client(base_url=live.url, timeout=PATIENCE_S) as client:
             replies.extend(client.post("/v1/completions", content=body) for body in bodies)
 
-        thread = threading.Thread(target=ask)
-        thread.start()
-        worst = 0.0
-        while thread.is_alive():
-            begin = time.monotonic()
-            assert live.client.get("/health").status_code == 200
-            worst = max(worst, time.monotonic() - begin)
-            time.sleep(0.02)
-        client.close()
-        gc.unfreeze()
-        codes = [reply.json()["error"]["code"] for reply in replies]
-        assert codes == ["context_length_exceeded"] * 3 + ["invalid_value"]
-        assert worst < 0.5
+    thread = threading.Thread(target=ask)
+    thread.start()
+    worst = 0.0
+    while thread.is_alive():
+        begin = time.monotonic()
+        assert live.client.get("/health").status_code == 200
+        worst = max(worst, time.monotonic() - begin)
+        time.sleep(0.02)
+    codes = [reply.json()["error"]["code"] for reply in replies]
+    assert codes == ["context_length_exceeded"] * 3 + ["invalid_value"]
+    return worst
 
 
 # -- reset and the end -------------------------------------------------------------------------------------------------
@@ -259,7 +276,7 @@ def test_a_reset_while_a_request_runs_is_refused_or_makes_it_compute_anew(live: 
     replies: list[Any] = []
 
     def run() -> None:
-        client = httpx2.Client(base_url=live.url, timeout=60)
+        client = httpx2.Client(base_url=live.url, timeout=PATIENCE_S)
         body = {"prompt": long, "max_tokens": 60, "temperature": 0, "return_token_ids": True}
         replies.append(client.post("/v1/completions", json=body).json())
         client.close()
@@ -274,7 +291,7 @@ def test_a_reset_while_a_request_runs_is_refused_or_makes_it_compute_anew(live: 
         # This request still runs when the cache is forgotten.
         assert live.post("/reset_prefix_cache", preempt_running=True) == {"reset": True}
         assert live.hit(ids(1, 20)) == 0
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert replies[0]["choices"][0]["token_ids"] == solo
     assert live.live_blocks() == 0
 
@@ -285,7 +302,7 @@ def test_resets_amid_mixed_requests_change_no_answer(live: Live) -> None:
     got: dict[int, Any] = {}
 
     def run(index: int) -> None:
-        client = httpx2.Client(base_url=live.url, timeout=60)
+        client = httpx2.Client(base_url=live.url, timeout=PATIENCE_S)
         body = {"prompt": prompts[index], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
         got[index] = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
         client.close()
@@ -295,9 +312,9 @@ def test_resets_amid_mixed_requests_change_no_answer(live: Live) -> None:
         thread.start()
         live.client.post("/reset_prefix_cache", json={"preempt_running": index % 2 == 0})
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert [got[index] for index in range(20)] == expected
-    until(lambda: is_idle(live), 1)
+    until(lambda: is_idle(live), SOON_S)
 
 
 def test_a_dead_engine_fails_what_runs_and_health(make_engine: Any) -> None:
@@ -328,7 +345,7 @@ def test_requests_that_do_not_fit_together_take_turns(make_engine: Any) -> None:
         got: list[int] = []
 
         def run(index: int) -> None:
-            with httpx2.Client(base_url=live.url, timeout=60) as client:
+            with httpx2.Client(base_url=live.url, timeout=PATIENCE_S) as client:
                 body = {"prompt": ids(index, 300), "max_tokens": 20, "temperature": 0}
                 got.append(client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"])
 
@@ -336,7 +353,7 @@ def test_requests_that_do_not_fit_together_take_turns(make_engine: Any) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert got == [20] * 10
         assert is_idle(live)
 
@@ -348,7 +365,7 @@ def test_a_request_that_can_never_fit_keeps_nobody_waiting(make_engine: Any) -> 
         begin = time.monotonic()
         error = live.post("/v1/completions", 400, prompt=ids(2, 1000))["error"]
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < SOON_S
         assert len(live.generate(ids(3, 20), 4)["choices"][0]["token_ids"]) == 4
         first.close()
 

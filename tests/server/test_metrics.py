@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_world import Live, cached, chunks, serving
+from server_world import PATIENCE_S, Live, cached, chunks, serving
 from tiny_llama import ids
 
 from anaphora.cli.options import EngineOptions
@@ -113,7 +113,7 @@ def test_a_request_that_waits_is_looked_up_once(make_engine: Any) -> None:
         replies: list[Any] = []
 
         def run(wanted: dict[str, Any]) -> None:
-            with httpx2.Client(base_url=live.url, timeout=60) as client:
+            with httpx2.Client(base_url=live.url, timeout=PATIENCE_S) as client:
                 replies.append(client.post("/v1/completions", json=wanted).json())
 
         executor: Any = live.engine._executor
@@ -132,8 +132,8 @@ def test_a_request_that_waits_is_looked_up_once(make_engine: Any) -> None:
         scrapes = [live.metrics() for _ in range(50)]
         seen.set()
         assert all(scrape["num_requests_waiting"] == 1 for scrape in scrapes)
-        first.join(30)
-        second.join(30)
+        first.join(PATIENCE_S)
+        second.join(PATIENCE_S)
         after = live.metrics()
         assert [after[name] - before[name] for name in COUNTERS] == [200, 0, 200]
         assert all(s["prefix_cache_hits_total"] <= s["prefix_cache_queries_total"] for s in scrapes)

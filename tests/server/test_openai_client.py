@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from server_world import Live
+from server_world import PATIENCE_S, Live
 from tiny_llama import ids
 
 MESSAGES: Any = [{"role": "system", "content": "z" * 50}, {"role": "user", "content": "hi"}]
@@ -16,7 +16,7 @@ MESSAGES: Any = [{"role": "system", "content": "z" * 50}, {"role": "user", "cont
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 

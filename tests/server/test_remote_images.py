@@ -174,6 +174,7 @@ def test_a_redirect_is_checked_like_a_url(site: Site) -> None:
     assert len(hosts) == MAX_REDIRECTS + 1
 
 
+@pytest.mark.timing
 def test_size_and_time_have_ends(site: Site) -> None:
     port, _ = site
     names = {"a.test": [LOCAL]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from server_world import CHAT_TEMPLATE, Live, chunks, serving
+from server_world import CHAT_TEMPLATE, PATIENCE_S, Live, chunks, serving
 from tiny_tokenizer import make_tiny_tokenizer
 
 SCHEMA = {
@@ -71,7 +71,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_field(ending: Live
 
 
 def test_the_openai_client_gets_its_schema(ending: Live) -> None:
-    with openai.OpenAI(base_url=ending.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=ending.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         wanted: Any = BY_SCHEMA
         reply = client.chat.completions.create(
             model="tiny", messages=MESSAGES, seed=4, max_tokens=60, response_format=wanted

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from server_world import Live, serving
+from server_world import PATIENCE_S, Live, serving
 
 INPUT = "When is high tide? " * 6
 
@@ -71,7 +71,7 @@ def test_salts_isolate_responses(live: Live) -> None:
 
 
 def test_the_openai_client(live: Live) -> None:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         body: Any = {"model": "tiny", "input": INPUT, "max_output_tokens": 6, "temperature": 0}
         whole = client.responses.create(**body)
         assert whole.usage is not None
@@ -83,7 +83,7 @@ def test_the_openai_client(live: Live) -> None:
 def test_the_openai_clients_stream_ends_with_the_whole_response(live: Live) -> None:
     ids = respond(live, return_token_ids=True)["token_ids"]
     last = next(token for token in ids[1:] if token not in ids[: ids.index(token)])
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         body: Any = {"model": "tiny", "input": INPUT, "temperature": 0, "extra_body": {"stop_token_ids": [last]}}
         with client.responses.stream(**body) as stream:
             deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]

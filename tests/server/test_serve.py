@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_world import make_tokenizer
+from server_world import PATIENCE_S, make_tokenizer
 
 from anaphora.cli.main import main
 
@@ -36,7 +36,7 @@ class Process:
         self.process = subprocess.Popen(
             [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        watch = threading.Timer(60, self.process.kill)
+        watch = threading.Timer(PATIENCE_S, self.process.kill)
         watch.start()
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline().strip()
@@ -48,7 +48,7 @@ class Process:
         """Exit code and what it said on stderr, after SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            _, errors = self.process.communicate(timeout=60)
+            _, errors = self.process.communicate(timeout=PATIENCE_S)
         finally:
             self.process.kill()
         return self.process.returncode, errors
@@ -71,7 +71,7 @@ def test_the_ready_line_the_options_and_a_drain_that_ends_with_exit_0(process: P
     size = f"64 blocks of 8 = 512 tokens, {65 * 8 * 1024:,} bytes"
     # 234,048 parameters and two buffers of the rotary embedding of 8 numbers each, float32
     assert process.ready == f"ready: told at {process.url}, weights 936,256 bytes, pool {size}"
-    client = httpx2.Client(base_url=process.url, timeout=60)
+    client = httpx2.Client(base_url=process.url, timeout=PATIENCE_S)
     assert client.get("/v1/models").json()["data"][0]["id"] == "told"  # the command line is stronger than the file
     body = {"prompt": [8, 9], "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/completions", json=body) as reply:
@@ -85,7 +85,7 @@ def test_the_ready_line_the_options_and_a_drain_that_ends_with_exit_0(process: P
     assert data[-1] == "data: [DONE]"  # and who was in is served to the end
     assert json.loads(data[-2][6:])["choices"][0]["finish_reason"] == "length"
     client.close()
-    _, errors = process.process.communicate(timeout=60)
+    _, errors = process.process.communicate(timeout=PATIENCE_S)
     assert process.process.returncode == 0, errors
     (line,) = [line for line in errors.splitlines() if "anaphora.access" in line]
     entry = json.loads(line[line.index("{") :])
@@ -95,7 +95,7 @@ def test_the_ready_line_the_options_and_a_drain_that_ends_with_exit_0(process: P
 def test_a_drain_that_takes_too_long_ends_its_requests_and_exits_0(folder: Path) -> None:
     running = Process(str(folder), "--num-blocks", "300", "--drain-timeout", "1")
     body = {"prompt": [8, 9], "max_tokens": 4000, "temperature": 0, "stream": True, "n": 8, "ignore_eos": True}
-    with httpx2.stream("POST", running.url + "/v1/completions", json=body, timeout=60) as reply:
+    with httpx2.stream("POST", running.url + "/v1/completions", json=body, timeout=PATIENCE_S) as reply:
         lines = reply.iter_lines()
         next(lines)
         code, errors = running.end()
@@ -129,6 +129,24 @@ def test_a_taken_port_and_a_missing_key_file_are_told_before_the_model_is_loaded
     assert "cannot listen" in capsys.readouterr().err
     assert main(["serve", "no-such-model", "--api-key-file", str(tmp_path / "none")]) == 2
     assert "key file" in capsys.readouterr().err
+
+
+def test_an_adapter_that_no_model_could_take_is_told_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anaphora.api.build.build_engine", lambda *_, **__: pytest.fail("loaded"))
+    assert main(["serve", str(folder), "--port", "0", "--lora", f"x={tmp_path}"]) == 2
+    assert capsys.readouterr().err.endswith("cannot be used: there is no file adapter_config.json\n")
+
+
+def test_sigterm_before_the_ready_line_ends_it_with_exit_0(folder: Path) -> None:
+    command = [sys.executable, "-m", "anaphora", "serve", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "loading" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        shown = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, *shown) == (0, "", "")
 
 
 def test_the_ready_line_does_not_take_a_pool_that_groups_share_for_one_table() -> None:

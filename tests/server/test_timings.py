@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_world import Live, serving
+from server_world import PATIENCE_S, Live, serving
 from tiny_llama import ids
+
+pytestmark = pytest.mark.timing
 
 PARTS = ["receive", "tokenize", "queue", "lookup", "follow", "compute", "sample", "other"]
 TEXT = "When is high tide? " * 20
@@ -111,9 +113,9 @@ def test_a_body_that_arrives_slowly_is_received_and_a_full_house_is_queued_for(m
             time.sleep(0.2)
             yield data[5:]
 
-        with httpx2.Client(base_url=live.url, timeout=30) as client:
+        with httpx2.Client(base_url=live.url, timeout=PATIENCE_S) as client:
             shown = client.post("/v1/completions", content=slowly()).json()["timings"]
-        first.join(30)
+        first.join(PATIENCE_S)
         check(shown, 60)
         parts = shown["ttft_parts_ms"]
         assert parts["receive"] >= 190
@@ -149,8 +151,8 @@ def test_a_request_of_another_salt_is_told_of_no_leader(make_engine: Any) -> Non
             leader.start()
             while endpoint.engine.num_unfinished < 1:
                 time.sleep(0.005)
-            with httpx2.Client(base_url=live.url, timeout=60) as client:
+            with httpx2.Client(base_url=live.url, timeout=PATIENCE_S) as client:
                 body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt, "return_timings": True}
                 parts = client.post("/v1/completions", json=body).json()["timings"]["ttft_parts_ms"]
-            leader.join(60)
+            leader.join(PATIENCE_S)
             assert (parts["follow"] > 0) == follows, salt

@@ -13,8 +13,9 @@ from server_world import Live, serving
 from tiny_llama import ids
 
 from anaphora.cli.main import main
+from anaphora.cli.running_server import RunningServer
 from anaphora.cli.top import view
-from anaphora.cli.top_snapshot import Snapshot, Source, hit_rate, parse_samples, rate, ttft_percentile
+from anaphora.cli.top_snapshot import Snapshot, hit_rate, parse_samples, rate, snapshot_of, ttft_percentile
 from anaphora.errors import ConfigError, ServerUnreachableError
 from anaphora.server.tenants import ApiKeys, Caller
 
@@ -127,7 +128,7 @@ def test_a_server_that_is_away_or_another_one_is_said_in_one_line(capsys: pytest
     thread.start()
     try:
         with pytest.raises(ServerUnreachableError, match="answers 404 and is no Anaphora server"):
-            Source(f"http://127.0.0.1:{other.server_port}").snapshot()
+            snapshot_of(RunningServer(f"http://127.0.0.1:{other.server_port}"))
     finally:
         other.shutdown()
         other.server_close()
@@ -136,14 +137,14 @@ def test_a_server_that_is_away_or_another_one_is_said_in_one_line(capsys: pytest
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host:port", "file:///etc/passwd"])
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT"):
-        Source(url)
+        RunningServer(url)
 
 
 def test_a_wrong_interval_or_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "http://127.0.0.1:9", "--interval", "0"]) == 2
     assert "--interval must be from 0.1 to 3600" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="no header can carry"):
-        Source("http://127.0.0.1:9", api_key="a\nb")
+        RunningServer("http://127.0.0.1:9", api_key="a\nb")
 
 
 def snapshot(taken_s: float, **samples: float) -> Snapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_pool_sizes_that_nobody_gave_lead_up_to_the_working_set() -> None:
     document = run_sweep(TRACE, Sweep())
     (sizes,) = document["block_sizes"]
     blocks = [point["num_blocks"] for point in sizes["points"]]
-    assert blocks == sorted(set(blocks))
+    assert all(2 * larger >= 3 * smaller for smaller, larger in pairwise(blocks))
     assert blocks[-1] == sizes["num_distinct_blocks"]
     assert all(point["num_refused_requests"] == 0 for point in sizes["points"])
     assert sizes["points"][-1]["hit_rate"] <= sizes["unbounded_hit_rate"]
@@ -103,5 +104,5 @@ def test_a_plot_is_the_same_picture_twice(tmp_path: Path) -> None:
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'anaphora\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib"):
         write_plot([], tmp_path / "a.png")

@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.eviction.base import EvictionPolicy
 from anaphora.core.ids import BlockId, Lineage
-from anaphora.core.prefix_index import NO_LINEAGE, PrefixIndex
+from anaphora.core.prefix_index import PrefixIndex
 from anaphora.errors import ConfigError
 from anaphora.sampling_params import MAX_CACHE_PRIORITY
 
@@ -190,6 +191,8 @@ class Pinned:
             self._leave(pin)  # it stays pinned: the content lives on in another block
 
     def take(self, count: int) -> list[BlockId]:
+        if not self._num_free:
+            return self.policy.take(count)
         num_loose = min(count, len(self.policy))
         taken = self.policy.take(num_loose) if num_loose else []
         for level in self._levels if num_loose < count else ():

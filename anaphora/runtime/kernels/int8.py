@@ -16,7 +16,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.linear import prepare, tile_linear
+from anaphora.runtime.kernels.linear import linear, prepare, tile_linear
+from anaphora.runtime.kernels.products import AHEAD_BYTES
 from anaphora.runtime.kernels.tiles import has_tiles
 from anaphora.runtime.kernels.vectors import F32, I8, I16, I32, I64, Vectors, length, load_element, void
 
@@ -27,6 +28,28 @@ PANEL_OUTPUTS = 32
 def panel_bytes(count: int) -> int:
     """Room that `linear_codes` needs for sums over `count` codes: a few outputs' weights as bfloat16."""
     return PANEL_OUTPUTS * count * 2
+
+
+@kernel
+def prepare_rows(source, stride, num_rows, count, out, use_tiles, element, codes):
+    """Make operands for `product`; see linear.prepare."""
+    if len(codes) == 1:
+        prepare_codes(source, stride, num_rows, count, out, use_tiles, element)
+    else:
+        prepare(source, stride, num_rows, count, out, use_tiles, element)
+
+
+@kernel
+def product(
+    x, num_rows, weight, scales, count, begin, end, out, out_stride, scratch, panel, use_tiles, element, codes
+):  # fmt: skip
+    """Outputs of a weight of codes (a tuple of 1, their bytes) or of elements (an empty one; no scales, no panel)."""
+    if len(codes) == 1:
+        linear_codes(
+            x, num_rows, weight, scales, count, begin, end, out, out_stride, scratch, panel, use_tiles, element
+        )  # fmt: skip
+    else:
+        linear(x, num_rows, weight, count, begin, end, out, out_stride, scratch, use_tiles, element)
 
 
 @kernel
@@ -43,8 +66,8 @@ def prepare_codes(source, stride, num_rows, count, out, use_tiles, element):
 def linear_codes(x, num_rows, codes, scales, count, begin, end, out, out_stride, scratch, panel, use_tiles, element):
     """Outputs [begin, end) of rows x @ (codes × scales).T, float32; see linear.linear.
 
-    codes: address of [at least end, count] bytes; scales: address of elements. count: a multiple of 32. panel: address
-    of `panel_bytes`. With tiles at least 16 outputs.
+    codes: address of [at least end, count] bytes; scales: address of elements. count: as in products.dot. panel:
+    address of `panel_bytes`. With tiles at least 16 outputs.
     """
     if use_tiles and has_tiles() and num_rows > MAX_VECTOR_ROWS:
         n = begin
@@ -61,6 +84,20 @@ def linear_codes(x, num_rows, codes, scales, count, begin, end, out, out_stride,
     else:
         vector_codes(x, num_rows, codes, count, begin, end, out, out_stride, element)
         scale_rows(out + 4 * begin, out_stride, num_rows, scales, begin, end - begin, element)
+
+
+@kernel
+def unpack_matrices(thread, num_threads, matrices, element):
+    """A thread's share of codes × scales as elements.
+
+    matrices: int64 [n, 5]: address of codes, of scales, how many rows, how many codes a row, address of elements.
+    """
+    for i in range(len(matrices)):
+        codes, scales, num_rows = matrices[i, 0], matrices[i, 1], matrices[i, 2]
+        count, out = matrices[i, 3], matrices[i, 4]
+        for n in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+            factor = load_element(scales, n, element)
+            unpack_scaled(codes + n * count, out + n * count * len(element), count, factor, element)
 
 
 @kernel
@@ -111,14 +148,20 @@ def _dot_codes(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
     totals = [cgutils.alloca_once_value(b, v.zero) for _ in range(num_x * num_w)]
     xs = [b.add(x, b.mul(x_stride, v.number(i))) for i in range(num_x)]
     ws = [b.add(w, b.mul(count, v.number(j))) for j in range(num_w)]
-    with cgutils.for_range_slice(b, v.number(0), count, v.number(2 * v.lanes), I64) as (k, _):
-        for half in (0, v.lanes):
-            codes = [_load_codes(v, v.at(b.add(address, k), half)) for address in ws]
-            for i, address in enumerate(xs):
-                operand = v.load_floats(v.at(b.add(address, b.mul(k, v.number(4))), 4 * half))
-                for j in range(num_w):
-                    total = totals[i * num_w + j]
-                    b.store(v.fma(codes[j], operand, b.load(total)), total)
+    # One row of x leaves the CPU waiting for the weight: see products.dot.
+    turns = [[j] for j in range(num_w)] if num_x == 1 else [list(range(num_w))]
+    for turn in turns:
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(v.per_step), I64) as (k, _):
+            places = [b.add(ws[j], k) for j in turn]
+            if num_x == 1:
+                v.fetch(v.at(places[0], AHEAD_BYTES))
+            for offset in range(0, v.per_step, v.lanes):
+                codes = [_load_codes(v, v.at(place, offset)) for place in places]
+                for i, address in enumerate(xs):
+                    operand = v.load_floats(v.at(b.add(address, b.mul(k, v.number(4))), 4 * offset))
+                    for j, code in zip(turn, codes, strict=True):
+                        total = totals[i * num_w + j]
+                        b.store(v.fma(code, operand, b.load(total)), total)
     sums = [b.load(total) for total in totals]
     if len(sums) == 1:
         b.store(v.sum_lanes(sums[0]), b.inttoptr(out, F32.as_pointer()))
@@ -135,7 +178,7 @@ def _dot_codes(v: Vectors, arguments: Any, sizes: tuple[int, ...]) -> None:
 
 @intrinsic
 def dot_codes(tc, x, x_stride, w, count, out, out_stride, num_x, num_w, element):
-    """out[i, j] = sum over `count` (a multiple of 2 × lanes) of float32 x[i] × code w[j]. Strides in bytes."""
+    """out[i, j] = sum over `count` (see products.dot) of float32 x[i] × code w[j]. Strides in bytes."""
     sizes = (length(num_x), length(num_w), length(element))
     return void(_dot_codes, types.void(x, x_stride, w, count, out, out_stride, num_x, num_w, element), sizes)
 
@@ -167,6 +210,20 @@ def unpack(tc, codes, out, count, element):
             b.store(upper, place).align = 2
 
     return void(build, types.void(codes, out, count, element), (length(element),))
+
+
+@intrinsic
+def unpack_scaled(tc, codes, out, count, factor, element):
+    """`count` codes (a multiple of lanes) × a float32 as elements."""
+
+    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
+        codes, out, count, factor = arguments[:4]
+        b, factors = v.builder, v.splat(factor)
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(v.lanes), I64) as (k, _index):
+            value = b.fmul(_load_codes(v, b.add(codes, k)), factors)
+            v.store_elements(value, b.add(out, b.mul(k, v.number(v.element_bytes))))
+
+    return void(build, types.void(codes, out, count, types.float32, element), (length(element),))
 
 
 @intrinsic

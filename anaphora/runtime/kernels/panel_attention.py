@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.panels import pair, store_pairs
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
-from anaphora.runtime.kernels.vectors import F32, I16, I32, I64, Vectors, length
+from anaphora.runtime.kernels.vectors import F32, I32, I64, Vectors, length
 
 CHUNK_TOKENS = 256
 
@@ -101,17 +101,23 @@ def turn_values(tc, values, rows, out, out_bytes, dim):
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
         values, rows, out, out_bytes, dim = arguments
-        b, narrow, wide = v.builder, ir.VectorType(I16, 16), ir.VectorType(I32, 16)
+        b, wide = v.builder, ir.VectorType(I32, 16)
+        sixteen, upper = ir.Constant(wide, [16] * 16), ir.Constant(wide, [-65536] * 16)
+        lower = ir.Constant(wide, [65535] * 16)
         places = [b.add(values, v.load(v.at(rows, 8 * t), I64, 8)) for t in range(32)]
-        with cgutils.for_range_slice(b, v.number(0), dim, v.number(16), I64) as (n, _):
+        with cgutils.for_range_slice(b, v.number(0), dim, v.number(32), I64) as (n, _):
             column, target = b.mul(n, v.number(2)), b.add(out, b.mul(out_bytes, b.lshr(n, v.number(4))))
             halves = []
             for first in (0, 16):
-                lines = [b.zext(v.load(b.add(place, column), narrow, 2), wide) for place in places[first : first + 16]]
+                lines = [v.load(b.add(place, column), wide, 2) for place in places[first : first + 16]]
                 halves.append(transposed(v, lines))
+            # A line has two numbers of 16 tokens: it is cut up, and joined with those of the other 16.
             for line, (low, high) in enumerate(zip(*halves, strict=True)):
-                both = b.or_(low, b.shl(high, ir.Constant(wide, [16] * 16)))
-                store_pairs(v, both, v.at(target, 64 * line))
+                tile = b.add(target, out_bytes) if line >= 8 else target
+                even = b.or_(b.and_(low, lower), b.shl(high, sixteen))
+                odd = b.or_(b.lshr(low, sixteen), b.and_(high, upper))
+                for i, both in enumerate((even, odd)):
+                    store_pairs(v, both, v.at(tile, 64 * (2 * (line % 8) + i)))
 
     signature = types.void(values, rows, out, out_bytes, dim)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
@@ -278,9 +284,12 @@ def see_less(tc, visible, count, out):
 
 @kernel
 def attend_panels(
-    queries, keys, values, rows, num_keys, items, visible, num_heads, num_kv_heads, scale, room, results, dim,
+    queries, keys, values, rows, num_keys, items, visible, kv_head, num_heads, num_kv_heads, scale, room, results,
+    dim,
 ):  # fmt: skip
-    """Attention of one sequence's items; an item is a panel, some of whose tokens are of the sequence.
+    """Attention of one sequence's items, for the query heads of one K/V head.
+
+    An item is a panel, some of whose tokens are of the sequence.
 
     queries: address of operands [panels, num_heads, dim]; each is replaced by its result.
     rows: address of the byte offsets of the sequence's keys, readable up to a multiple of CHUNK_TOKENS. num_keys: that
@@ -294,49 +303,48 @@ def attend_panels(
     seen = weights + CHUNK_TOKENS * 32
     tile_row, value_bytes = 16 * 2 * dim, CHUNK_TOKENS // 32 * TILE_BYTES
     own = 64 * dim + STATE_BYTES
-    for kv_head in range(num_kv_heads):
-        offset = kv_head * dim * 2
-        for n in range(len(items) * group):
-            begin_panel(results + n * own, dim, results + n * own + 64 * dim)
-        for start in range(0, num_keys, CHUNK_TOKENS):
-            here = min(CHUNK_TOKENS, num_keys - start)
-            row = rows + 8 * start
-            place = row
-            for t in range((here + 63) // 64 * 64):
-                copy_row(keys + offset + load_row(place), room + t * 2 * dim, dim)
-                place += 8
-            for t in range((here + 31) // 32):
-                turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
-            for n in range(len(items)):
-                count = min(items[n, MOST] - start, CHUNK_TOKENS)
-                if count <= 0:
-                    continue
-                whole = max(0, min(items[n, LEAST] - start, CHUNK_TOKENS)) // 32
-                blocks = (count + 31) // 32
-                see_less(visible + 64 * n, start, seen)
-                for g in range(group):
-                    head = kv_head * group + g
-                    query = queries + (items[n, PANEL] * num_heads + head) * dim * 32
-                    panel = results + (n * group + g) * own
-                    state = panel + 64 * dim
-                    for t in range(0, count, 64):
-                        accumulate(
-                            room + t * 2 * dim, tile_row, 2 * dim, 64, query, dim, scores + 64 * t, (0, 0, 0, 0), (0,)
-                        )
-                    soften(scores, whole, blocks, seen, scale, state, weights)
-                    rescale_panel(panel, dim, state + 128)
-                    d = 0
-                    while d < dim // 16:
-                        tile, target = packed_values + d * value_bytes, panel + d * TILE_BYTES
-                        if d + 4 <= dim // 16:
-                            accumulate(
-                                tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0, 0, 0), (0, 0)
-                            )
-                        else:
-                            accumulate(tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0), (0, 0))
-                        d += 4
+    offset = kv_head * dim * 2
+    for n in range(len(items) * group):
+        begin_panel(results + n * own, dim, results + n * own + 64 * dim)
+    for start in range(0, num_keys, CHUNK_TOKENS):
+        here = min(CHUNK_TOKENS, num_keys - start)
+        row = rows + 8 * start
+        place = row
+        for t in range((here + 63) // 64 * 64):
+            copy_row(keys + offset + load_row(place), room + t * 2 * dim, dim)
+            place += 8
+        for t in range((here + 31) // 32):
+            turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
         for n in range(len(items)):
+            count = min(items[n, MOST] - start, CHUNK_TOKENS)
+            if count <= 0:
+                continue
+            whole = max(0, min(items[n, LEAST] - start, CHUNK_TOKENS)) // 32
+            blocks = (count + 31) // 32
+            see_less(visible + 64 * n, start, seen)
             for g in range(group):
+                head = kv_head * group + g
+                query = queries + (items[n, PANEL] * num_heads + head) * dim * 32
                 panel = results + (n * group + g) * own
-                query = queries + (items[n, PANEL] * num_heads + kv_head * group + g) * dim * 32
-                finish_panel(panel, dim, panel + 64 * dim, query)
+                state = panel + 64 * dim
+                for t in range(0, count, 64):
+                    accumulate(
+                        room + t * 2 * dim, tile_row, 2 * dim, 64, query, dim, scores + 64 * t, (0, 0, 0, 0), (0,)
+                    )
+                soften(scores, whole, blocks, seen, scale, state, weights)
+                rescale_panel(panel, dim, state + 128)
+                d = 0
+                while d < dim // 16:
+                    tile, target = packed_values + d * value_bytes, panel + d * TILE_BYTES
+                    if d + 4 <= dim // 16:
+                        accumulate(
+                            tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0, 0, 0), (0, 0)
+                        )
+                    else:
+                        accumulate(tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0), (0, 0))
+                    d += 4
+    for n in range(len(items)):
+        for g in range(group):
+            panel = results + (n * group + g) * own
+            query = queries + (items[n, PANEL] * num_heads + kv_head * group + g) * dim * 32
+            finish_panel(panel, dim, panel + 64 * dim, query)

@@ -1,9 +1,14 @@
 """The layers of a decoder of the Llama type over many tokens, in one call on every thread, by the tile unit.
 
-Knows addresses and sizes; knows nothing of modules and plans. A panel of 16 tokens belongs to one thread from the
-embedding to the last layer, so threads meet once a layer: when its keys and values are in the pool. Weights are read as
-they lie in memory, once for each GROUP_PANELS of a thread, whose operands stay in its own cache meanwhile. A token's
-results depend neither on the other tokens of the step nor on the number of threads.
+Knows addresses and sizes; knows nothing of modules and plans. A step is shared out in one of two ways:
+
+    by panels    a panel of 16 tokens belongs to one thread; weights are read by every thread, once for each
+                 GROUP_PANELS of its own, whose operands stay in its cache meanwhile
+    by outputs   every thread has all panels and a part of each weight, so that a weight is read once in all; for steps
+                 so short that reading them takes the time
+
+Attention is shared out by keys either way: see runtime.panel_step. Weights are read as they lie in memory. A token's
+results depend neither on the way, nor on the other tokens of the step, nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ QUERY_NORM, KEY_NORM, MLP_NORM, GATE, GATE_BIAS, UP, UP_BIAS, DOWN, DOWN_BIAS = 
 KEY_POOL, VALUE_POOL = 18, 19
 
 # Places in the array of sizes.
-NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES = range(7)
+NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, BY_OUTPUTS = range(8)
 
 GROUP_PANELS = 16
 
@@ -47,8 +52,8 @@ def own_bytes(hidden_size: int, mlp_size: int, head_dim: int, result_bytes: int)
 
 @kernel
 def run_layers(
-    thread, num_threads, addresses, sizes, eps, scale, hidden, queries, cos, sin, slots, rows, sequences, items, starts,
-    visible, barrier, own, own_size, configuration,
+    thread, num_threads, addresses, sizes, eps, scale, hidden, queries, cos, sin, slots, rows, sequences, items, units,
+    starts, visible, barrier, own, own_size, configuration,
 ):  # fmt: skip
     """Run layers over panels.
 
@@ -57,21 +62,26 @@ def run_layers(
     [heads, head_dim]. cos, sin: of panels of float32 [panels, head_dim].
     slots: int64 [tokens]. rows: int64, where the keys of all sequences are, bytes from the layer's pool on.
     sequences: int64 [n, 2], the first of a sequence's rows, and how many there are. items: int64 [n, 3], see
-    attend_panels, sorted by thread and sequence; starts: int64 [num_threads, sequences + 1], where they begin.
-    visible: int32 [n, 16].
+    attend_panels. visible: int32 [n, 16]. units: int64 [m, 4], a sequence, a K/V head and items [first, last) of the
+    sequence; starts: int64 [num_threads + 1], where each thread's units begin.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, dim = sizes[MLP], sizes[HEAD_DIM]
     num_panels = (num_tokens + 15) // 16
-    mine = (num_panels - thread + num_threads - 1) // num_threads
+    # Which panels are this thread's, and which part of all outputs: all of the one, a share of the other.
+    lead, step, part, parts = thread, num_threads, 0, 1
+    if sizes[BY_OUTPUTS] != 0:
+        lead, step, part, parts = 0, 1, thread, num_threads
+    mine = (num_panels - lead + step - 1) // step
     saved = own + thread * own_size
     scratch = saved + CONFIGURATION_BYTES
     lines = scratch + 2 * max(dim, 32) * 64
     plain = lines + 16 * 2 * dim
-    gated = plain + GROUP_PANELS * 32 * size
-    room = gated + GROUP_PANELS * 32 * mlp_size
-    results = room + sizes[CHUNK_BYTES]
+    room = plain + GROUP_PANELS * 32 * size
+    gated = room + sizes[CHUNK_BYTES] + lead * own_size - thread * own_size
+    results = room + sizes[CHUNK_BYTES] + GROUP_PANELS * 32 * mlp_size
     attended = num_heads * dim
+    num_units = num_heads + 2 * num_kv_heads
     if not has_tiles():
         return
     store_configuration(saved)
@@ -80,10 +90,11 @@ def run_layers(
         a = addresses[layer]
         for begin in range(0, mine, GROUP_PANELS):
             count = min(GROUP_PANELS, mine - begin)
+            first_panel = lead + begin * step
             for i in range(count):
-                panel = thread + (begin + i) * num_threads
+                panel = first_panel + i * step
                 normalise_panel(hidden + panel * size * 32, a[INPUT_NORM], eps[layer, 0], size, plain + i * size * 32)
-            for unit in range(num_heads + 2 * num_kv_heads):
+            for unit in range(part * num_units // parts, (part + 1) * num_units // parts):
                 kind, head = QUERY, unit
                 if unit >= num_heads + num_kv_heads:
                     kind, head = VALUE, unit - num_heads - num_kv_heads
@@ -93,10 +104,12 @@ def run_layers(
                 for i in range(0, count, 2):
                     pair = min(2, count - i)
                     for r in range(0, dim, 32):
-                        multiply(weight + r * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size,
-                                 scratch + r * 64, dim * 64, pair)  # fmt: skip
+                        multiply(
+                            weight + r * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size,
+                            scratch + r * 64, dim * 64, pair,
+                        )  # fmt: skip
                     for j in range(pair):
-                        panel, line = thread + (begin + i + j) * num_threads, scratch + j * dim * 64
+                        panel, line = first_panel + (i + j) * step, scratch + j * dim * 64
                         if bias != 0:
                             add_panel_bias(line, bias + head * dim * 2, dim)
                         if kind == QUERY and a[QUERY_NORM] != 0:
@@ -115,24 +128,29 @@ def run_layers(
                             copy_row(lines + t * 2 * dim, place, dim)
         if not meet(barrier, num_threads):
             return
-        for s in range(len(sequences)):
-            first, last = starts[thread, s], starts[thread, s + 1]
-            if first < last:
-                attend_panels(
-                    queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[s, 0], sequences[s, 1], items[first:last],
-                    visible + 64 * first, num_heads, num_kv_heads, scale, room, results, dim,
-                )  # fmt: skip
+        for u in range(starts[thread], starts[thread + 1]):
+            s, kv_head, first, last = units[u, 0], units[u, 1], units[u, 2], units[u, 3]
+            attend_panels(
+                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[s, 0], sequences[s, 1], items[first:last],
+                visible + 64 * first, kv_head, num_heads, num_kv_heads, scale, room, results, dim,
+            )  # fmt: skip
+        if not meet(barrier, num_threads):
+            return
         for begin in range(0, mine, GROUP_PANELS):
             count = min(GROUP_PANELS, mine - begin)
-            first_panel = thread + begin * num_threads
+            first_panel = lead + begin * step
+            lines_of_hidden = hidden + first_panel * size * 32
             project(
-                a[OUTPUT], a[OUTPUT_BIAS], size, queries + first_panel * attended * 32, num_threads * attended * 32,
-                attended, hidden + first_panel * size * 32, num_threads * size * 32, count, scratch,
+                a[OUTPUT], a[OUTPUT_BIAS], size, part, parts, queries + first_panel * attended * 32,
+                step * attended * 32, attended, lines_of_hidden, step * size * 32, count, scratch,
             )  # fmt: skip
+            if parts > 1 and not meet(barrier, num_threads):
+                return
             for i in range(count):
-                panel = first_panel + i * num_threads
-                normalise_panel(hidden + panel * size * 32, a[MLP_NORM], eps[layer, 3], size, plain + i * size * 32)
-            for n in range(0, mlp_size, 16):
+                place = lines_of_hidden + i * step * size * 32
+                normalise_panel(place, a[MLP_NORM], eps[layer, 3], size, plain + i * size * 32)
+            blocks = mlp_size // 16
+            for n in range(16 * (part * blocks // parts), 16 * ((part + 1) * blocks // parts), 16):
                 gate, up = a[GATE] + n * 2 * size, a[UP] + n * 2 * size
                 for i in range(0, count, 2):
                     pair = min(2, count - i)
@@ -144,10 +162,14 @@ def run_layers(
                         if a[UP_BIAS] != 0:
                             add_panel_bias(panel + 16 * 64, a[UP_BIAS] + 2 * n, 16)
                         gate_panel(panel, gated + (i + j) * mlp_size * 32 + n * 32)
+            if parts > 1 and not meet(barrier, num_threads):
+                return
             project(
-                a[DOWN], a[DOWN_BIAS], size, gated, mlp_size * 32, mlp_size, hidden + first_panel * size * 32,
-                num_threads * size * 32, count, scratch,
+                a[DOWN], a[DOWN_BIAS], size, part, parts, gated, mlp_size * 32, mlp_size, lines_of_hidden,
+                step * size * 32, count, scratch,
             )  # fmt: skip
+        if parts > 1 and not meet(barrier, num_threads):
+            return
     load_configuration(saved)
     meet(barrier, num_threads)
 
@@ -163,10 +185,11 @@ def multiply(first, across, stride, operand, operand_bytes, count, out, out_byte
 
 @kernel
 def project(
-    weight, bias, size, operand, operand_bytes, count, hidden, hidden_bytes, num_panels, scratch,
+    weight, bias, size, part, parts, operand, operand_bytes, count, hidden, hidden_bytes, num_panels, scratch,
 ):  # fmt: skip
-    """hidden += weight [size, count] × operand + bias, for panels that are hidden_bytes apart."""
-    for n in range(0, size, 32):
+    """hidden += weight [size, count] × operand + bias, for this part of `size`; panels are hidden_bytes apart."""
+    blocks = size // 32
+    for n in range(32 * (part * blocks // parts), 32 * ((part + 1) * blocks // parts), 32):
         for i in range(0, num_panels, 2):
             pair = min(2, num_panels - i)
             multiply(

@@ -23,7 +23,7 @@ from anaphora.runtime.kernels.attention import (
 from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import gate, soft_cap
-from anaphora.runtime.kernels.linear import linear, prepare
+from anaphora.runtime.kernels.int8 import PANEL_OUTPUTS, panel_bytes, prepare_rows, product
 from anaphora.runtime.kernels.low_rank import DOWN_PART, GATE_PART, UP_PART, K, O, Q, V, add_low_rank, narrow_rows
 from anaphora.runtime.kernels.parts import (
     add_bias,
@@ -61,13 +61,15 @@ SCRATCH_BYTES = 1024
 CONFIGURATION_BYTES = 64
 
 
-def own_bytes(num_rows: int, hidden_size: int, largest_size: int, head_dim: int, element_bytes: int) -> int:
+def own_bytes(
+    num_rows: int, hidden_size: int, largest_size: int, head_dim: int, element_bytes: int, *, has_codes: bool
+) -> int:
     """Bytes that a thread needs for itself; sizes are of rows. A multiple of 64.
 
     Attention takes the room of the operands, which are not needed at the same time.
     """
     operands = max(num_rows * 4 * largest_size, tile_bytes(head_dim))
-    rows = num_rows * 2 * hidden_size * element_bytes + operands
+    rows = num_rows * 2 * hidden_size * element_bytes + operands + has_codes * panel_bytes(largest_size)
     return SCRATCH_BYTES + CONFIGURATION_BYTES + -(-rows // 64) * 64
 
 
@@ -99,13 +101,14 @@ def add_output(
 
 @kernel
 def run_step(
-    thread, num_threads, addresses, sizes, numbers, cos, sin, slots, group_items, items, rows, query_tokens,
+    thread, num_threads, addresses, scales, sizes, numbers, cos, sin, slots, group_items, items, rows, query_tokens,
     query_first, query_visible, query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide,
-    words, scores, tops, sums, partials, low_rank, adapters, narrow, head_dim, element,
+    words, scores, tops, sums, partials, low_rank, adapters, narrow, head_dim, element, codes, head_codes,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
     addresses: int64 [layers, NUM_COLUMNS]. final: int64 [3], last norm, head, head's bias.
+    scales: int64 [layers + 1, DOWN + 1], of weights of codes in the weights' columns; of the head in the last row.
     numbers: float32 [layers + 1, NUM_NUMBERS].
     cos, sin: float32 [rotary embeddings, tokens, head_dim], the sine's first half negated.
     slots: int64 [groups, tokens], where a token's key and value go. keep: int64, tokens whose logits are wanted.
@@ -113,10 +116,11 @@ def run_step(
     items: int64 [chunks, 2], each chunk's part of the arrays query_*. rows: int64 [chunks, CHUNK_TOKENS].
     query_*: see attention.attend_chunk. token_slots: int64 [groups, tokens + 1], each token's partial results.
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
-    elements, operands. configuration: address of the tiles' one, or 0.
+    elements, operands, a panel for codes. configuration: address of the tiles' one, or 0.
     wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary].
     scores: float32 [num_threads, ...]. low_rank: int64 [layers, parts, adapters, 3], see kernels.low_rank. adapters:
     int64 [tokens], or empty if none has one. narrow: float32 [num_threads, 3, tokens, largest rank].
+    codes, head_codes: what the layers' weights and the head's are: int8.product.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, vocabulary, use_tiles = sizes[MLP], sizes[VOCABULARY], sizes[USE_TILES] != 0
@@ -128,6 +132,8 @@ def run_step(
     plain = saved + CONFIGURATION_BYTES
     kept = plain + padded * size * width
     operands = kept + padded * size * width
+    panel = own + (thread + 1) * own_size - 2 * PANEL_OUTPUTS * max(size, mlp_size, num_heads * dim)
+    weight_width = len(codes) if len(codes) > 0 else width
     wide_at, wide_stride = address_of(wide), 4 * wide.shape[1]
     stride, attended_stride = size * width, num_heads * dim * width
     mlp_stride = (mlp_size + 15) // 16 * 16 * width  # what is behind a row is written with it
@@ -145,12 +151,12 @@ def run_step(
         store_configuration(saved)
         load_configuration(configuration)
     for layer in range(num_layers):
-        a, f = addresses[layer], numbers[layer]
+        a, s, f = addresses[layer], scales[layer], numbers[layer]
         group, turns, scale = a[GROUP], a[ROTARY], f[N_SCALE]
         for t in range(num_tokens):
             place = plain + t * stride
             normalise(hidden + t * stride, a[INPUT_NORM], f[N_INPUT], f[N_INPUT + 1], size, place, element)
-        prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
+        prepare_rows(plain, stride, num_tokens, size, operands, use_tiles, element, codes)
         for part in (Q, K, V):
             narrow_rows(plain, stride, size, low_rank[layer, part], adapters, narrow[thread, part], element)
         for unit in range(first_unit, last_unit):
@@ -159,12 +165,12 @@ def run_step(
                 kind, head, part, outputs = VALUE, unit - num_heads - num_kv_heads, V, num_kv_heads * dim
             elif unit >= num_heads:
                 kind, head, part, outputs = KEY, unit - num_heads, K, num_kv_heads * dim
-            weight, bias = a[kind] + head * dim * stride, a[kind + 1]
+            weight, bias = a[kind] + head * dim * size * weight_width, a[kind + 1]
             if bias != 0:
                 bias += head * dim * width
-            linear(
-                operands, num_tokens, weight, size, 0, dim, wide_at + 4 * unit * dim, wide_stride, scratch, use_tiles,
-                element,
+            product(
+                operands, num_tokens, weight, s[kind] + head * dim * width, size, 0, dim, wide_at + 4 * unit * dim,
+                wide_stride, scratch, panel, use_tiles, element, codes,
             )  # fmt: skip
             add_low_rank(
                 narrow[thread, part], low_rank[layer, part], adapters, outputs, head * dim, (head + 1) * dim, wide,
@@ -198,7 +204,7 @@ def run_step(
                     finish_head(line, bias, 0, f[N_KEY], f[N_KEY + 1], nothing, nothing, dim, element)
                     store_line(line, a[VALUE_POOL] + place, element)
         # What the next linear part reads first comes while the threads wait for each other, here and below.
-        fetch_lines(a[OUTPUT] + first * attended_stride, 32 * attended_stride)
+        fetch_lines(a[OUTPUT] + first * num_heads * dim * weight_width, 32 * num_heads * dim * weight_width)
         if not meet(barrier, num_threads):
             return
         first_item, num_items = group_items[group], group_items[group + 1] - group_items[group]
@@ -228,14 +234,14 @@ def run_step(
             merge(begin, end, head, scale, a[SINKS], tops, sums, partials, place, dim, element)
         if not meet(barrier, num_threads):
             return
-        prepare(shared, attended_stride, num_tokens, num_heads * dim, operands, use_tiles, element)
-        linear(
-            operands, num_tokens, a[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch, use_tiles,
-            element,
+        prepare_rows(shared, attended_stride, num_tokens, num_heads * dim, operands, use_tiles, element, codes)
+        product(
+            operands, num_tokens, a[OUTPUT], s[OUTPUT], num_heads * dim, first, last, wide_at, wide_stride, scratch,
+            panel, use_tiles, element, codes,
         )  # fmt: skip
         narrow_rows(shared, attended_stride, num_heads * dim, low_rank[layer, O], adapters, narrow[thread, 0], element)
         add_low_rank(narrow[thread, 0], low_rank[layer, O], adapters, size, first, last, wide, 0)
-        fetch_lines(a[GATE] + first_mlp * stride, 32 * stride)
+        fetch_lines(a[GATE] + first_mlp * size * weight_width, 32 * size * weight_width)
         if not add_output(
             num_threads, num_tokens, hidden, stride, wide, a[OUTPUT_BIAS], a[ATTENTION_NORM], f[N_ATTENTION],
             f[N_ATTENTION + 1], size, first, last, barrier, element,
@@ -244,11 +250,11 @@ def run_step(
         for t in range(num_tokens):
             place = plain + t * stride
             normalise(hidden + t * stride, a[MLP_NORM], f[N_MLP], f[N_MLP + 1], size, place, element)
-        prepare(plain, stride, num_tokens, size, operands, use_tiles, element)
+        prepare_rows(plain, stride, num_tokens, size, operands, use_tiles, element, codes)
         for column, part, offset in ((GATE, GATE_PART, 0), (UP, UP_PART, mlp_size)):
-            linear(
-                operands, num_tokens, a[column], size, first_mlp, last_mlp, wide_at + 4 * offset, wide_stride, scratch,
-                use_tiles, element,
+            product(
+                operands, num_tokens, a[column], s[column], size, first_mlp, last_mlp, wide_at + 4 * offset,
+                wide_stride, scratch, panel, use_tiles, element, codes,
             )  # fmt: skip
             narrow_rows(plain, stride, size, low_rank[layer, part], adapters, narrow[thread, 0], element)
             add_low_rank(
@@ -260,17 +266,18 @@ def run_step(
             line = wide_at + t * wide_stride + 4 * first_mlp
             place = shared + t * mlp_stride + first_mlp * width
             gate(line, line + 4 * mlp_size, place, last_mlp - first_mlp, f[N_GATE_LINEAR], f[N_GATE_CUBIC], element)
-        fetch_lines(a[DOWN] + first * mlp_stride, 32 * mlp_stride)
+        fetch_lines(a[DOWN] + first * mlp_size * weight_width, 32 * mlp_size * weight_width)
         if not meet(barrier, num_threads):
             return
-        prepare(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element)
-        linear(
-            operands, num_tokens, a[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, use_tiles, element
+        prepare_rows(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element, codes)
+        product(
+            operands, num_tokens, a[DOWN], s[DOWN], mlp_size, first, last, wide_at, wide_stride, scratch, panel,
+            use_tiles, element, codes,
         )  # fmt: skip
         narrow_rows(shared, mlp_stride, mlp_size, low_rank[layer, DOWN_PART], adapters, narrow[thread, 0], element)
         add_low_rank(narrow[thread, 0], low_rank[layer, DOWN_PART], adapters, size, first, last, wide, 0)
         if layer + 1 < num_layers:
-            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * stride, 32 * stride)
+            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * size * weight_width, 32 * size * weight_width)
         if not add_output(
             num_threads, num_tokens, hidden, stride, wide, a[DOWN_BIAS], a[MLP_OUT_NORM], f[N_MLP_OUT],
             f[N_MLP_OUT + 1], size, first, last, barrier, element,
@@ -285,14 +292,14 @@ def run_step(
     if len(keep) > 0:
         for j in range(len(keep)):
             copy_elements(plain + keep[j] * stride, kept + j * stride, size, element)
-        prepare(kept, stride, len(keep), size, operands, use_tiles, element)
+        prepare_rows(kept, stride, len(keep), size, operands, use_tiles, element, head_codes)
         first_word = 16 * (thread * (vocabulary // 16) // num_threads)
         last_word = 16 * ((thread + 1) * (vocabulary // 16) // num_threads)
         if thread == num_threads - 1:
             last_word = vocabulary
-        linear(
-            operands, len(keep), final[1], size, first_word, last_word, address_of(words), 4 * words.shape[1], scratch,
-            use_tiles, element,
+        product(
+            operands, len(keep), final[1], scales[num_layers, 0], size, first_word, last_word, address_of(words),
+            4 * words.shape[1], scratch, panel, use_tiles, element, head_codes,
         )  # fmt: skip
         for j in range(len(keep)):
             add_bias(words[j], final[2], first_word, last_word, element)

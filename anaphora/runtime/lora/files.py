@@ -1,12 +1,11 @@
 """From a folder that PEFT has written to an adapter of one model: all of it, or a typed error and nothing.
 
-Knows the two files; what their settings mean is in `settings`, what an adapter is in `adapter`. Each file is read once
-and whole before any of it is looked at, so a file that is replaced meanwhile is not half seen.
+Knows the weights' file; the folder and its settings are in `folder`, what an adapter is in `adapter`. Each file is read
+once and whole before any of it is looked at, so a file that is replaced meanwhile is not half seen.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
@@ -19,12 +18,10 @@ from transformers import PreTrainedModel
 from anaphora.errors import AdapterFileError, UnsupportedAdapterError
 from anaphora.runtime.int8 import LinearLayer
 from anaphora.runtime.lora.adapter import Adapter, LowRankPair, make_adapter
-from anaphora.runtime.lora.settings import AdapterSettings, parse_settings
+from anaphora.runtime.lora.folder import WEIGHTS_FILE, errors_about, read_file, read_settings
+from anaphora.runtime.lora.settings import AdapterSettings
 from anaphora.runtime.lora.targets import find_targets
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 16 << 20
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
@@ -46,38 +43,19 @@ class AdapterReader:
     def __call__(self, folder: str) -> Adapter:
         """Raises AdapterFileError, UnsupportedAdapterError."""
         targets = self._find_targets()
-        path = Path(folder)
-        if not os.path.isdir(path):
-            raise AdapterFileError(f"there is no folder {folder}: give one that holds {CONFIG_FILE}, {WEIGHTS_FILE}")
-        try:
-            text = _read(path / CONFIG_FILE, _MAX_CONFIG_BYTES).decode("utf-8")
-            settings = parse_settings(text, [name for name, _ in self._module.named_modules()])
-            self._check_ranks(settings)
-            if not os.path.exists(path / WEIGHTS_FILE) and os.path.exists(path / "adapter_model.bin"):
-                raise UnsupportedAdapterError(
-                    f"adapter_model.bin is a pickle, which could run code: save the adapter as {WEIGHTS_FILE}"
-                )
+        with errors_about(folder):
+            paths = [name for name, _ in self._module.named_modules()]
+            settings = read_settings(folder, paths, max_rank=self._max_rank)
             num_features = sum(layer.in_features + layer.out_features for layer in targets.values())
             largest = _MAX_HEADER_BYTES + _WIDEST_ITEM * self._max_rank * num_features
-            tensors = _tensors(_read(path / WEIGHTS_FILE, largest))
+            tensors = _tensors(read_file(Path(folder) / WEIGHTS_FILE, largest))
             return make_adapter(self._pairs(settings, tensors, targets))
-        except UnicodeDecodeError as error:
-            raise AdapterFileError(f"{path / CONFIG_FILE} is not UTF-8: {error}") from error
-        except (AdapterFileError, UnsupportedAdapterError) as error:
-            raise type(error)(f"the adapter in {folder} cannot be used: {error}") from error
 
     def _find_targets(self) -> Mapping[str, LinearLayer]:
         with self._finding:
             if self._targets is None:
                 self._targets = find_targets(self._module)
             return self._targets
-
-    def _check_ranks(self, settings: AdapterSettings) -> None:
-        rank = max(settings.rank, *settings.rank_pattern.values(), 0)
-        if rank > self._max_rank:
-            raise UnsupportedAdapterError(
-                f"its rank is {rank}, and max_lora_rank is {self._max_rank}: raise that, or train with a lower rank"
-            )
 
     def _pairs(
         self,
@@ -117,23 +95,6 @@ class AdapterReader:
             raise AdapterFileError(f"{WEIGHTS_FILE} holds nothing for {path}, which target_modules names")
         for path in sorted(paths - wanted):
             raise AdapterFileError(f"{WEIGHTS_FILE} holds weights for {path}, which target_modules does not name")
-
-
-def _read(path: Path, largest: int) -> bytes:
-    """A whole file of at most so many bytes."""
-    if not os.path.isfile(path):  # opening a pipe would wait for who writes to it
-        raise AdapterFileError(f"there is no file {path.name}")
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read(largest + 1) if size <= largest else b""
-    except OSError as error:
-        raise AdapterFileError(f"{path.name} cannot be read: {error.strerror}") from error
-    if size > largest or len(data) > largest:
-        raise AdapterFileError(
-            f"{path.name} has more than the {largest:,} bytes that an adapter of this model may have"
-        )
-    return data
 
 
 def _tensors(data: bytes) -> dict[str, torch.Tensor]:

@@ -19,6 +19,9 @@ from filelock import FileLock
 from anaphora.errors import ConfigError, DiskSpaceError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FOLDER = (  # the last three: links into nothing or in a circle, and names that no disk takes
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG
+)  # fmt: skip
 _REMEDY = "free some space, or set ANAPHORA_CACHE (or cache_dir) to a folder on another disk"
 
 
@@ -52,7 +55,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_disk_full(error):
             raise DiskSpaceError(f"the disk became full while writing to {folder}: {_REMEDY}") from error
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if isinstance(error, OSError) and error.errno in _NO_FOLDER:
             raise ConfigError(
                 f"the cache folder {folder} cannot be written ({error.strerror}): set ANAPHORA_CACHE or cache_dir"
             ) from error

@@ -109,8 +109,8 @@ def load_processor(folder: Path) -> ProcessorMixin | None:
             processor: ProcessorMixin = loader.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # as with tokenizers; also without Pillow
             raise ModelFileError(
-                f"the processor in {folder} cannot be loaded: {error} (images need the package Pillow: pip install "
-                "'anaphora[vision]')"
+                f"the processor in {folder} cannot be loaded: {error} (images need the package Pillow: pip "
+                "install pillow)"
             ) from error
     return processor
 

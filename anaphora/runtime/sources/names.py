@@ -35,6 +35,8 @@ def find_model(
     if name and os.path.isdir(path):
         return _inside(path)
     if name and os.path.exists(path):
+        if not os.path.isfile(path):  # opening a pipe would wait for who writes to it
+            raise ModelFileError(f"{path} is a pipe or a device: give a folder or a GGUF file")
         return path
     if isinstance(model, str) and _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return name
