@@ -11,8 +11,10 @@ import pytest
 import torch
 from lora_world import ATTENTION, MLP, deviation, is_exact, merged, write_adapter
 from tiny_llama import ids, make_tiny_llama
+from transformers import LlamaForCausalLM
 
 from anaphora import LLM, SamplingParams
+from anaphora.runtime.int8 import dequantize_rows, quantize_rows
 
 CpuStep = pytest.importorskip("anaphora.runtime.cpu_step").CpuStep
 
@@ -36,6 +38,18 @@ def folders(module: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     ranks = {"q_proj": 8, "down_proj": 1}
     folders["all"] = write_adapter(root / "all", module, 9, targets=ATTENTION + MLP, ranks=ranks)
     return folders
+
+
+def codes_llama() -> Any:
+    """Every size is a multiple of 32: what steps on int8 weights ask for."""
+    config = make_tiny_llama().config
+    config.intermediate_size = 192
+    module, generator = LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return module
 
 
 class Steps:
@@ -76,6 +90,24 @@ def test_a_prompt_of_few_tokens_is_one_for_the_kernels_and_one_of_many_is_not(
     (output,) = steps.llm.generate([PROMPT], PARAMS, adapter="all")
     is_exact(reference, output)
     assert steps.seen == [(3, 1), *[(1, 1)] * 5]
+
+
+def test_an_adapter_is_added_to_codes(tmp_path: Path) -> None:
+    module = codes_llama()
+    module.save_pretrained(tmp_path / "model")
+    folder = write_adapter(tmp_path / "all", module, 9, targets=ATTENTION + MLP, rank=5)
+    steps = Steps(
+        str(tmp_path / "model"), {"all": folder}, quantization="int8", dtype="float32", max_num_batched_tokens=16
+    )
+    outputs = steps.llm.generate([PROMPT] * 2, PARAMS, adapter=[None, "all"])
+    assert [tokens for tokens, _ in steps.seen] == [16, 16, 9, 2, 2, 2, 2, 1]
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith(("proj.weight", "lm_head.weight")):
+                weight.copy_(dequantize_rows(*quantize_rows(weight)))
+    is_exact(module, outputs[0])
+    is_exact(merged(module, folder), outputs[1])
+    assert deviation(module, outputs[1]) > 0.05  # GUARD
 
 
 def test_an_adapter_that_overflows_hurts_its_own_request_only(module: Any, folders: dict[str, Path]) -> None:
