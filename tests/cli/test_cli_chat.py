@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anaphora.api.llm import LLM
+from anaphora.api.open_requests import OpenRequests
 from anaphora.cli.main import main
 from anaphora.engine.chat_template import NO_CHAT_TEMPLATE
 
@@ -56,17 +56,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(
 ) -> None:
     steps = 0
     live: list[int] = []
-    original = LLM._step
+    original = OpenRequests._step
 
-    def interrupted(self: LLM) -> None:
+    def interrupted(self: OpenRequests) -> None:
         nonlocal steps
         steps += 1
         if steps == 4:
             raise KeyboardInterrupt
         original(self)
-        live.append(self.stats().gauges.num_live_blocks)
+        live.append(self._engine.stats().gauges.num_live_blocks)
 
-    monkeypatch.setattr(LLM, "_step", interrupted)
+    monkeypatch.setattr(OpenRequests, "_step", interrupted)
     assert chat(monkeypatch, "hello\nagain\n", "--model", str(tiny_model), "-n", "8") == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[:3] == ["aaa", "stopped", "a" * 8]

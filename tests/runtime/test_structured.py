@@ -189,7 +189,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
 ) -> None:
     llm = start(model)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidParameterError, match=r"^regex needs .*anaphora\[structured\]"):
+    with pytest.raises(InvalidParameterError, match=r"^regex needs the llguidance package.*: pip install llguidance$"):
         llm.generate("x", WORD)
     assert llm.generate("x", SamplingParams(max_tokens=2))[0].error is None
 
