@@ -125,11 +125,7 @@ class GenerationEndpoint:
             _logger.error("a request failed", exc_info=error)
             await exchange.send_error(ApiError(500, "internal error", code="internal_error"))
         finally:
-            exchange.close()
-            outputs = exchange.finished_outputs
-            self.metrics.finished(self.name, outcome, outputs)
-            tenant = exchange.arrival.caller.tenant if exchange.arrival else None
-            log_request(self.name, outcome, tenant, len(exchange.outputs), outputs)
+            exchange.settle(outcome)
 
 
 class _Exchange:
@@ -145,6 +141,7 @@ class _Exchange:
         self._places_taken = 0
         self._token_s: dict[int, float] = {}  # when each request's last token came
         self._ttft_parts: dict[int, TtftParts] = {}
+        self._is_settled = False
 
     async def run(self) -> str:
         """The outcome. Raises ApiError, ClientGoneError."""
@@ -169,6 +166,21 @@ class _Exchange:
             self._group.close()
         self._endpoint.places.give_back(self._places_taken)
         self._places_taken = 0
+
+    def settle(self, outcome: str) -> None:
+        """Give back what it had and count it, the first time that it is called.
+
+        A reply's last words and this are one turn of the loop: whoever has read them finds them counted, and the place
+        free for the next request.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        self.close()
+        endpoint, outputs = self._endpoint, self.finished_outputs
+        endpoint.metrics.finished(endpoint.name, outcome, outputs)
+        tenant = self.arrival.caller.tenant if self.arrival else None
+        log_request(endpoint.name, outcome, tenant, len(self.outputs), outputs)
 
     async def send_error(self, error: ApiError) -> None:
         """The last words. A client that does not read them holds nothing: what it had is given back first."""
@@ -220,6 +232,7 @@ class _Exchange:
             while batch := await self._receive(self._group):
                 self._note(batch, arrival)
             await job.send_reply(self._connection, self.finished_outputs)
+        self.settle("finished")
 
     async def _stream(self, job: Job, group: RequestGroup, arrival: Arrival) -> None:
         connection = self._connection

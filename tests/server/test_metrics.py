@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -17,7 +18,9 @@ from tiny_llama import ids
 from anaphora.cli.options import EngineOptions
 from anaphora.cli.serve import ServerOptions
 from anaphora.core.hashing import root_digest
+from anaphora.server.config import ServerConfig
 from anaphora.server.fields import ChatFields, CompletionFields, ResponsesFields
+from anaphora.server.generation import _Exchange
 
 COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_computed_total")
 
@@ -73,6 +76,23 @@ def test_after_many_prompts_everything_is_cached_or_free_and_a_large_one_still_f
     large = live.generate(ids(99, 4000), 1)
     assert large["choices"][0]["finish_reason"] == "length"
     assert cached(large) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_has_a_reply_finds_it_counted_and_its_place_free(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    until_gone = _Exchange._until_gone
+
+    async def returns_late(self: Any, work: Any) -> None:
+        await until_gone(self, work)
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(_Exchange, "_until_gone", returns_late)
+    with serving(make_engine(), ServerConfig(max_queue=0), max_num_seqs=1) as live:
+        for number in range(1, 4):
+            by_completion(live, stream)
+            assert live.metrics()["e2e_request_latency_seconds_count"] == number
 
 
 def test_histograms_count_requests_and_tokens(live: Live) -> None:
