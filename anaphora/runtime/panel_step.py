@@ -163,8 +163,8 @@ class PanelStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The last norm and the head: logits of tokens `keep`, and all normed."""
         decoder, team, (num_tokens, hidden_size) = self._decoder, self._team, sizes[:2]
-        in_kernel = "codes" not in decoder.head and decoder.soft_cap is None
         head = tensor(decoder.head)
+        in_kernel = "codes" not in decoder.head and decoder.soft_cap is None and len(head) >= panel_step.BLOCK_WORDS
         normed = torch.empty((len(panels) * PANEL_TOKENS, hidden_size), dtype=torch.bfloat16)
         logits = torch.empty((len(keep) if in_kernel else 0, len(head)), dtype=torch.bfloat16)
         kept = np.pad(keep.numpy(), (0, -len(keep) % PANEL_TOKENS), mode="edge" if len(keep) else "empty")

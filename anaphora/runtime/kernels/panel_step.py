@@ -37,6 +37,9 @@ NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, OWN_BYTES = ran
 
 GROUP_PANELS = 16
 
+BLOCK_WORDS = 32
+"""Of the vocabulary; one of fewer words is none for `run_head`."""
+
 CONFIGURATION_BYTES = 64
 """Of a thread's own memory: the tile unit's configuration before the step."""
 
@@ -217,7 +220,7 @@ def run_head(
 
     hidden: as in run_layers. norm, head, bias: addresses of weights; bias 0: none. normed: address of rows
     [panels × 16, hidden] for what the norm gives. kept: int64, where rows of `normed` begin, in bytes, of num_kept
-    tokens, repeated up to a multiple of 16. logits: address of rows [num_kept, num_words], of at least 32 words.
+    tokens, repeated up to a multiple of 16. logits: address of rows [num_kept, num_words].
     """
     size = sizes[HIDDEN]
     num_panels = (sizes[NUM_TOKENS] + 15) // 16
@@ -244,11 +247,11 @@ def run_head(
             pack_keys(normed, kept + 8 * (first + 16 * i), size, plain + i * size * 32)
         begin_turn(claims, turn)
         todo = claim(claims, turn)
-        while 32 * todo < num_words:
+        while BLOCK_WORDS * todo < num_words:
             # The last block takes words of the one before it again, if it has not 32 of its own.
-            n = min(32 * todo, num_words - 32)
+            n = min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS)
             todo = claim(claims, turn)
-            fetch_lines(head + min(32 * todo, num_words - 32) * 2 * size, 32 * 2 * size)
+            fetch_lines(head + min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS) * 2 * size, BLOCK_WORDS * 2 * size)
             for i in range(0, count, 2):
                 pair = min(2, count - i)
                 multiply(
