@@ -99,7 +99,8 @@ def add_output(
 def run_step(
     thread, num_threads, addresses, scales, sizes, numbers, cos, sin, slots, group_items, work, items, rows,
     query_tokens, query_first, query_visible, query_slots, token_slots, keep, final, buffers, own, own_size,
-    configuration, wide, words, scores, tops, sums, partials, low_rank, adapters, narrow, head_dim, element, codes, head_codes,
+    configuration, wide, words, scores, tops, sums, partials, low_rank, adapters, narrow, head_dim, element,
+    codes, head_codes,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
