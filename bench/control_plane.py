@@ -1,9 +1,12 @@
 """What the control plane alone costs: microseconds per block and per request, one core, no model.
 
-    python bench/control_plane.py [--quick] [--json]
+    python bench/control_plane.py [--quick] [--json] [--beside vllm]
 
 For each prompt length, pool size and hit share: hash (from packed tokens, and packing a Python list), look-up,
 admission (touch + allocate), stage + commit, free. Medians over repeats, with the spread of the total.
+
+--beside vllm: instead of all that, whole requests through vLLM's own block manager in turn with ours, in a Python that
+has vLLM.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+
+import beside
 
 from anaphora.core import BlockPool, CacheManager, Request
 from anaphora.core.hashing import ExtraKey, ExtraKeyKind, lora_key, pack_tokens, salt_key
@@ -128,8 +133,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small pools and few repeats")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--beside", choices=("vllm",), help="time this engine's control plane in turn with ours")
     args = parser.parse_args()
     repeats = 5 if args.quick else 21
+    if args.beside is not None:
+        compared = beside.compare(beside.load_peer(args.beside), 10_000, BLOCK_SIZE, repeats)
+        if args.json:
+            print(json.dumps(list(compared), indent=2))
+        else:
+            beside.print_rows(args.beside, compared)
+        return
     pools = (10_000,) if args.quick else (10_000, 1_000_000)
     rows = [
         measure(num_tokens, num_blocks, hit, full, repeats, keyed)

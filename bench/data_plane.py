@@ -3,7 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python bench/data_plane.py [--model smollm2-135m] [--threads 2] [--repeats 5] [--json]
 
 Time to the first token, cold and hit, for shared prefixes of 128, 512 and 2,048 tokens and 32 new ones; prefill and
-decode against `transformers`; eight requests that share 2,048 tokens; what caching costs where nothing is reused.
+decode against `transformers`; eight requests that share 2,048 tokens, and eight that each have as many of their own in
+the cache, so that attention shares nothing; what caching costs where nothing is reused.
 Medians, with the least and the most in brackets. Run it on a quiet machine.
 """
 
@@ -73,12 +74,12 @@ class Bench:
         )
         return time.perf_counter() - begin
 
-    def sharers(self, llm: LLM, stem: list[int], count: int = 64) -> float:
-        """Output tokens a second of eight requests with one beginning."""
+    def throughput(self, llm: LLM, stems: list[list[int]], count: int = 64) -> float:
+        """Output tokens a second of requests with these beginnings and an end of its own each."""
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         begin = time.perf_counter()
-        llm.generate([stem + self.tokens(NEW_TOKENS) for _ in range(8)], params)
-        return 8 * count / (time.perf_counter() - begin)
+        llm.generate([stem + self.tokens(NEW_TOKENS) for stem in stems], params)
+        return len(stems) * count / (time.perf_counter() - begin)
 
     def rows(self) -> dict[str, list[float]]:
         rows: dict[str, list[float]] = {}
@@ -110,9 +111,12 @@ class Bench:
             )
         for _ in range(max(1, self.repeats // 2)):
             stem = self.tokens(2048)
-            note("8 sharers of 2048, caching off, tok/s", lambda s=stem: self.sharers(self.off, s), 1)
-            note("8 sharers of 2048, first, tok/s", lambda s=stem: self.sharers(self.on, s), 1)
-            note("8 sharers of 2048, warm, tok/s", lambda s=stem: self.sharers(self.on, s), 1)
+            note("8 sharers of 2048, caching off, tok/s", lambda s=stem: self.throughput(self.off, 8 * [s]), 1)
+            note("8 sharers of 2048, first, tok/s", lambda s=stem: self.throughput(self.on, 8 * [s]), 1)
+            note("8 sharers of 2048, warm, tok/s", lambda s=stem: self.throughput(self.on, 8 * [s]), 1)
+            apart = [self.tokens(2048) for _ in range(8)]
+            self.throughput(self.on, apart, 1)
+            note("8 requests of 2048 apart, warm, tok/s", lambda s=apart: self.throughput(self.on, s), 1)
         for _ in range(3 * self.repeats):  # unique prompts, in turn, for a paired ratio
             prompts = [self.tokens(256) for _ in range(4)]
             note("4 unique prompts of 256 + 8, caching on, ms", lambda p=prompts: self.batch(self.on, p))
