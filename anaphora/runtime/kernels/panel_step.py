@@ -24,7 +24,7 @@ from anaphora.runtime.kernels.panels import (
     turn_panel,
     turn_to_rows,
 )
-from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, pack_keys, store_configuration
+from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, pack_rows, store_configuration
 from anaphora.runtime.kernels.vectors import fetch_lines
 
 # Columns of the table of addresses, one row a layer. 0: there is none.
@@ -244,7 +244,7 @@ def run_head(
             return
         count = min(GROUP_PANELS, (num_kept - first + 15) // 16)
         for i in range(count):
-            pack_keys(normed, kept + 8 * (first + 16 * i), size, plain + i * size * 32)
+            pack_rows(normed, kept + 8 * (first + 16 * i), size, plain + i * size * 32)
         begin_turn(claims, turn)
         todo = claim(claims, turn)
         while BLOCK_WORDS * todo < num_words:
