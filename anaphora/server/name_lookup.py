@@ -31,7 +31,7 @@ class NameLookup:
         self._room = threading.BoundedSemaphore(max_pending)
 
     def find(self, host: str, port: int, timeout_s: float) -> list[str]:
-        """All addresses. Raises TimeoutError, also where there was no room for so long, and what the resolver raises."""
+        """All addresses. Raises TimeoutError, also where there was no room so long, and what the resolver raises."""
         until = time.monotonic() + timeout_s
         if not self._room.acquire(timeout=timeout_s):
             raise TimeoutError(f"{host}: too many names are being looked up")
