@@ -36,6 +36,12 @@ def computed(counters: Counters, request: Request, num_tokens: int) -> None:
     request.furthest_computed = max(stop, request.furthest_computed)
 
 
+def preempted(counters: Counters, request: Request) -> None:
+    """A running request has lost its blocks."""
+    counters.num_preemptions += 1
+    request.num_preemptions += 1
+
+
 def ended(counters: Counters, reason: str) -> None:
     """A request has ended with this finish reason."""
     if reason == "abort":

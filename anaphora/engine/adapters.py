@@ -5,7 +5,7 @@ name stands for when it comes in, and keeps it to its end, whatever the name sta
 
     name --load--> digest --in memory, or read again on use--> executor
                      ^
-    request --pins---+   until it ends
+    request --holds--+   until it ends
 """
 
 from __future__ import annotations
@@ -133,9 +133,10 @@ class AdapterRegistry:
         return info
 
     @contextmanager
-    def pinned(self, name: str, read_again: Callable[[AdapterInfo], Adapter] | None = None) -> Iterator[str]:
-        """One more request with this adapter; gives its digest. If the block succeeds, `unpin` ends it, else nothing is
-        kept.
+    def acquired(self, name: str, read_again: Callable[[AdapterInfo], Adapter] | None = None) -> Iterator[str]:
+        """One more request with this adapter; gives its digest.
+
+        If the block succeeds, `release` ends it, else nothing is kept.
 
         read_again: gives one that has left memory, or raises what the caller wants to get; None reads it here and now.
         Raises UnknownAdapterError, AdapterLimitError, AdapterChangedError.
@@ -151,10 +152,10 @@ class AdapterRegistry:
         try:
             yield info.digest
         except BaseException:
-            self.unpin(info.digest)
+            self.release(info.digest)
             raise
 
-    def unpin(self, digest: str) -> None:
+    def release(self, digest: str) -> None:
         """One request less."""
         self._num_users[digest] -= 1
         self._drop_if_idle(digest)

@@ -9,11 +9,8 @@ simulator and a test are executors of this same engine.
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +20,11 @@ from anaphora.core.request import Request
 from anaphora.core.scheduler import Scheduler
 from anaphora.engine.adapters import Adapter, AdapterInfo, AdapterRegistry
 from anaphora.engine.capabilities import Capabilities
+from anaphora.engine.holdings import Holdings
 from anaphora.engine.live_request import LiveRequest
 from anaphora.engine.model_identity import ModelIdentity
 from anaphora.engine.multimodal import (
     NO_FEATURES,
-    FeatureHolder,
     PreparedPrompt,
     Prompt,
     PromptReader,
@@ -44,15 +41,11 @@ from anaphora.engine.ttft import NOTHING_BEFORE, TtftClock, TtftParts
 from anaphora.errors import (
     DuplicateRequestError,
     InvalidParameterError,
-    UnknownAdapterError,
     UnknownRequestError,
     WeightsError,
 )
 from anaphora.salt_regions import CacheSalt, SaltRegions
 from anaphora.sampling_params import SamplingParams
-
-_DIGEST = re.compile("[0-9a-f]{64}")
-_logger = logging.getLogger(__name__)
 
 
 class Engine(Capabilities):
@@ -85,7 +78,7 @@ class Engine(Capabilities):
         self._eos_token_ids = eos_token_ids
         self._seeds = DrawnSeeds(seed)
         self.recorder = recorder
-        self._adapters = adapters
+        self._holdings = Holdings(adapters, executor)
         self._identity = ModelIdentity({"root": scheduler.cache.root.hex()} if identity is None else identity)
         self.calls = OneAtATime()
         self._live: dict[str, LiveRequest] = {}
@@ -145,7 +138,7 @@ class Engine(Capabilities):
         check_features(given, sampling)
         ttft.enter("other_s")
         extra_keys = (*salt_keys(cache_salt, self.block_size), *given.extra_keys)
-        with self._pinned(adapter, read_again) as digest, self._held(given.sources):
+        with self._holdings.acquired(adapter, given.sources, read_again) as digest:
             request = Request(
                 request_id,
                 pack_tokens(token_ids),
@@ -194,10 +187,7 @@ class Engine(Capabilities):
         live = self._live.pop(request_id)
         if self.recorder is not None:
             self.recorder.record(live.request, live.arrival_s, self.root)
-        if live.request.adapter is not None:
-            self._registry.unpin(live.request.adapter)
-        if live.request.features:
-            self._feature_holder.release_features(dict.fromkeys(span.digest for span in live.request.features))
+        self._holdings.release(live.request)
         return live
 
     @property
@@ -225,18 +215,18 @@ class Engine(Capabilities):
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """What is loaded, by name. A snapshot that any thread may take."""
-        return () if self._adapters is None else self._adapters.infos
+        return self._holdings.adapter_infos
 
     def read_adapter(self, folder: str | os.PathLike[str]) -> Adapter:
         """Read and check an adapter's files for `load_adapter`, which does it too; slow, and allowed on any thread.
 
         Raises AdapterError, InvalidParameterError.
         """
-        return self._registry.read(folder)
+        return self._holdings.adapters.read(folder)
 
     def reread_adapter(self, info: AdapterInfo) -> Adapter:
         """An adapter that has left memory; slow, and allowed on any thread. Raises AdapterChangedError."""
-        return self._registry.read_again(info)
+        return self._holdings.adapters.read_again(info)
 
     @exclusive
     def load_adapter(
@@ -247,7 +237,9 @@ class Engine(Capabilities):
         replace: under a name that is in use; the requests that run with it end as they began. adapter: what
         `read_adapter` gave for this folder. Raises AdapterError, InvalidParameterError; then nothing has changed.
         """
-        return self._registry.load(name, folder, adapter or self._registry.read(folder), replace=replace)
+        return self._holdings.adapters.load(
+            name, folder, adapter or self._holdings.adapters.read(folder), replace=replace
+        )
 
     @exclusive
     def unload_adapter(self, name: str) -> AdapterInfo:
@@ -255,37 +247,7 @@ class Engine(Capabilities):
 
         Raises UnknownAdapterError.
         """
-        return self._registry.unload(name)
-
-    @property
-    def _registry(self) -> AdapterRegistry:
-        if self._adapters is None:
-            raise InvalidParameterError("this engine was made without LoRA adapters: build it with build_engine or LLM")
-        return self._adapters
-
-    @property
-    def _feature_holder(self) -> FeatureHolder:
-        if not isinstance(self._executor, FeatureHolder):
-            raise InvalidParameterError("this engine's executor takes tokens only: build the engine over a model")
-        return self._executor
-
-    @contextmanager
-    def _held(self, sources: Mapping[str, Any]) -> Iterator[None]:
-        """Until `_forget`, if the block succeeds."""
-        if not sources:
-            yield
-            return
-        self._feature_holder.add_features(sources)
-        try:
-            yield
-        except BaseException:
-            self._feature_holder.release_features(sources)
-            raise
-
-    def _pinned(
-        self, adapter: str | None, read_again: Callable[[AdapterInfo], Adapter] | None
-    ) -> AbstractContextManager[str | None]:
-        return nullcontext() if adapter is None else self._registry.pinned(adapter, read_again)
+        return self._holdings.adapters.unload(name)
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
@@ -320,7 +282,7 @@ class Engine(Capabilities):
         Requests that are alive go on and stay exact; what they compute cannot be found later either. The K/V stay in
         memory until their blocks are reused. Raises RequestError.
         """
-        digest = None if adapter is None else self._digest_of(adapter)
+        digest = None if adapter is None else self._holdings.digest_of(adapter)
         salted = salt_keys(salt, self.block_size)
         keys = salted if digest is None else (*salted, lora_key(digest))
         if prefix is not None:
@@ -332,15 +294,6 @@ class Engine(Capabilities):
             raise InvalidParameterError("forget one thing at a time: a salt, an adapter, or a prefix")
         self._scheduler.forget(keys[0])
         return None
-
-    def _digest_of(self, adapter: str) -> str:
-        """What a loaded name stands for; a digest as it is. Raises UnknownAdapterError."""
-        named = {info.name: info.digest for info in self.adapters}
-        if isinstance(adapter, str) and (adapter in named or _DIGEST.fullmatch(adapter)):
-            return named.get(adapter, adapter)
-        raise UnknownAdapterError(
-            f"no adapter named {adapter!r} is loaded: name one that is, or give its digest in hex"
-        )
 
     @exclusive
     def update_weights(

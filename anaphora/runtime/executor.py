@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from anaphora.core.ids import RequestId
-from anaphora.core.plan import Admission, Embedding, SampledToken, ScheduledRequest, StepPlan, StepResult
+from anaphora.core.plan import Admission, ScheduledRequest, StepPlan, StepResult
 from anaphora.errors import InvalidParameterError, UnsupportedAdapterError
 from anaphora.pooling_params import PoolingParams
 from anaphora.runtime.admitted_request import AdmittedRequest
@@ -24,20 +24,17 @@ from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.fast_forward import Forward, make_forward
 from anaphora.runtime.features import FeatureStore, Source, input_rows
-from anaphora.runtime.grammar import GrammarError, GrammarFactory
+from anaphora.runtime.grammar import GrammarFactory
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kv_cache import KVCache, bytes_per_token
 from anaphora.runtime.lora.adapter import Adapter
 from anaphora.runtime.lora.context import AdapterStacks
 from anaphora.runtime.pooling import check_dimensions, trained_dimensions
+from anaphora.runtime.readout import Readout, pool
 from anaphora.runtime.recurrent import state_context
 from anaphora.runtime.reproducible import make_reproducible_forward
-from anaphora.runtime.sampler import SamplingRow, report, row_by_row, sample
 from anaphora.runtime.state_cache import StateCache
 from anaphora.runtime.weights import LiveWeights, WeightUpdate
-
-# Logits of a prompt are made for so many positions at once: in float32, half a gigabyte for the largest vocabularies.
-SCORED_ROWS = 256
 
 
 class TorchExecutor:
@@ -94,8 +91,7 @@ class TorchExecutor:
             self._forward = make_forward(module, self._layout, fast=fast_forward)
         else:
             self._forward = make_reproducible_forward(module, self._layout, max_tokens=max_reproducible_tokens)
-        self._choose = row_by_row(sample) if self._is_reproducible else sample
-        self._report = row_by_row(report) if self._is_reproducible else report
+        self._readout = Readout(self._forward, self.vocab_size, one_by_one=self._is_reproducible)
         self._grammars = grammars
         self._hidden_size: int | None = getattr(module.config.get_text_config(), "hidden_size", None)
         self._trained_dimensions = trained_dimensions(module.config)
@@ -175,27 +171,27 @@ class TorchExecutor:
             self._admit(admission)
         self._weights.check_current()
         self.features.follow(self._weights.history)
-        states = [self._requests[request.request_id] for request in plan.scheduled]
-        rows = [state.row for state in states]
+        admitted = [self._requests[request.request_id] for request in plan.scheduled]
+        rows = [request.row for request in admitted]
         self._tables.append([(row, request.new_block_ids) for row, request in zip(rows, plan.scheduled, strict=True)])
         begin = time.perf_counter()
         self._load_states(plan.scheduled, rows)
         inputs = build_inputs(plan.scheduled, rows, self._tables, self._layout.cache.groups, self._layout.dtype)
         try:
-            states_context = state_context(self._states, inputs.sequences)
-            context = PagedContext(self.cache, self._layout.layers, inputs.groups, states_context)
-            adapters = self._stacks.context([state.adapter for state in states], inputs)
-            given = input_rows(plan.scheduled, [state.features for state in states], inputs, self.features)
+            recurrent = state_context(self._states, inputs.sequences)
+            context = PagedContext(self.cache, self._layout.layers, inputs.groups, recurrent)
+            adapters = self._stacks.context([request.adapter for request in admitted], inputs)
+            given = input_rows(plan.scheduled, [request.features for request in admitted], inputs, self.features)
             logits, hidden = self._forward(
                 inputs.input_ids, inputs.position_ids, inputs.sample_rows, context, adapters, given
             )
             logits = logits[:, : self.vocab_size]  # a head padded beyond the vocabulary
-            failed = self._find_failed(plan.scheduled, inputs, logits, hidden)
+            failed = self._readout.find_failed(plan.scheduled, inputs, logits, hidden)
             self._find_broken_states(plan.scheduled, rows, failed)
-            scores = self._score(plan.scheduled, states, inputs, hidden, failed)
-            embeddings = self._pool(plan.scheduled, states, inputs, hidden, failed)
+            scores = self._readout.score(plan.scheduled, admitted, inputs, hidden, failed)
+            embeddings = pool(plan.scheduled, admitted, inputs, hidden, failed)
             computed = time.perf_counter()
-            sampled, unsampled = self._sample(plan.scheduled, states, inputs, logits, failed)
+            sampled, unsampled = self._readout.sample(plan.scheduled, admitted, inputs, logits, failed)
             done = time.perf_counter()
         except BaseException:
             self._wipe(inputs, 0, inputs.input_ids.shape[1])
@@ -214,11 +210,11 @@ class TorchExecutor:
         )
 
     def _admit(self, admission: Admission) -> None:
-        state = AdmittedRequest(admission, self.vocab_size, self._tables.ids.device, self._grammars)
+        request = AdmittedRequest(admission, self.vocab_size, self._tables.ids.device, self._grammars)
         if admission.adapter is not None:
-            state.adapter = self._adapters[admission.adapter]  # its own until it ends, whatever is loaded meanwhile
-        state.row = self._tables.take_row()  # last: a request that cannot be made takes none
-        self._requests[admission.request_id] = state
+            request.adapter = self._adapters[admission.adapter]  # its own until it ends, whatever is loaded meanwhile
+        request.row = self._tables.take_row()  # last: a request that cannot be made takes none
+        self._requests[admission.request_id] = request
 
     def _load_states(self, scheduled: Sequence[ScheduledRequest], rows: Sequence[int]) -> None:
         if self._states is not None:
@@ -245,104 +241,3 @@ class TorchExecutor:
         """Zero what the packed tokens [begin, end) wrote, in every group."""
         for group in inputs.groups:
             self.cache.wipe(group.slot_mapping[begin:end])
-
-    def _find_failed(
-        self,
-        scheduled: tuple[ScheduledRequest, ...],
-        inputs: StepInputs,
-        logits: torch.Tensor,
-        hidden: torch.Tensor | None,
-    ) -> dict[int, str]:
-        """Indices of the scheduled requests whose output is not finite, with the reason."""
-        if hidden is None:
-            raise RuntimeError("the model did not show its hidden states, which it did when it was inspected")
-        # A sum is finite only if every term is, and far cheaper than asking each; an overflow is looked into below.
-        if bool(hidden.sum(dtype=torch.float32).isfinite() & logits.sum(dtype=torch.float32).isfinite()):
-            return {}
-        failed: dict[int, str] = {}
-        finite = hidden.isfinite().all(dim=-1).tolist()
-        for i, (begin, end) in enumerate(inputs.spans):
-            if not all(finite[begin:end]):
-                # Which token was first cannot be told: attention carries a NaN to masked positions, too.
-                first = scheduled[i].start
-                failed[i] = (
-                    f"the model's hidden states at positions {first} to {first + end - begin - 1} are not all finite"
-                )
-        for i, finite_logits in zip(inputs.sampled, logits.isfinite().all(dim=-1).tolist(), strict=True):
-            if not finite_logits and i not in failed:
-                failed[i] = "the model's logits are not finite"
-        return failed
-
-    def _score(
-        self,
-        scheduled: tuple[ScheduledRequest, ...],
-        states: list[AdmittedRequest],
-        inputs: StepInputs,
-        hidden: torch.Tensor | None,
-        failed: dict[int, str],
-    ) -> dict[int, list[SampledToken]]:
-        """Index of a scheduled request -> what StepResult.prompt_logprobs says of it. Adds to `failed`."""
-        scores: dict[int, list[SampledToken]] = {}
-        for i, (request, state) in enumerate(zip(scheduled, states, strict=True)):
-            if state.prompt is None or hidden is None or i in failed:
-                continue
-            tokens = state.prompt[request.start + 1 : request.start + 1 + len(request.token_ids)]
-            rows = hidden[inputs.spans[i][0] :][: len(tokens)]
-            entries: list[SampledToken] = []
-            for begin in range(0, len(tokens), SCORED_ROWS):
-                piece = tokens[begin : begin + SCORED_ROWS]
-                logits = self._forward.head(rows[begin : begin + SCORED_ROWS])[:, : self.vocab_size].float()
-                if not bool(logits.sum().isfinite()) and not bool(logits.isfinite().all()):
-                    failed[i] = "the model's logits at positions of the prompt are not all finite"
-                    break
-                entries += self._report(logits, piece, [state.sampling.prompt_logprobs or 0] * len(piece))
-            else:
-                scores[i] = entries
-        return scores
-
-    def _pool(
-        self,
-        scheduled: tuple[ScheduledRequest, ...],
-        states: list[AdmittedRequest],
-        inputs: StepInputs,
-        hidden: torch.Tensor | None,
-        failed: dict[int, str],
-    ) -> dict[RequestId, Embedding]:
-        """What StepResult.embeddings says."""
-        embeddings: dict[RequestId, Embedding] = {}
-        for i, (request, state) in enumerate(zip(scheduled, states, strict=True)):
-            if state.pooler is None or hidden is None or i in failed:
-                continue
-            begin, end = inputs.spans[i]
-            embedding = state.pooler.take(request.start, hidden[begin:end])
-            if embedding is not None:
-                embeddings[request.request_id] = embedding
-        return embeddings
-
-    def _sample(
-        self,
-        scheduled: tuple[ScheduledRequest, ...],
-        states: list[AdmittedRequest],
-        inputs: StepInputs,
-        logits: torch.Tensor,
-        failed: dict[int, str],
-    ) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
-        """What StepResult.sampled and unsampled say."""
-        for request, state in zip(scheduled, states, strict=True):
-            state.extend(request.start, request.token_ids)
-        sampling_rows: dict[int, SamplingRow] = {}
-        unsampled: dict[RequestId, str] = {}
-        for i in inputs.sampled:
-            if i not in failed:
-                request = scheduled[i]
-                try:
-                    sampling_rows[i] = states[i].row_at(request.start + len(request.token_ids))
-                except GrammarError as error:
-                    unsampled[request.request_id] = str(error)
-        if not sampling_rows:
-            return {}, unsampled
-        if len(sampling_rows) < len(inputs.sampled):
-            logits = logits[[i in sampling_rows for i in inputs.sampled]]
-        tokens = self._choose(logits, list(sampling_rows.values()))
-        sampled = {scheduled[i].request_id: token for i, token in zip(sampling_rows, tokens, strict=True)}
-        return sampled, unsampled

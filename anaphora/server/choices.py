@@ -8,9 +8,9 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from anaphora.engine.async_engine import NewRequest
 from anaphora.engine.multimodal import TokenPrompt
 from anaphora.engine.outputs import CompletionOutput, PromptLogprobs, RequestOutput, StepOutput
+from anaphora.engine.request_group import NewRequest
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.arrival import Arrival
 from anaphora.server.connection import event

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from anaphora.core.plan import Embedding
-from anaphora.engine.async_engine import NewRequest
 from anaphora.engine.outputs import RequestOutput, StepOutput
+from anaphora.engine.request_group import NewRequest
 from anaphora.errors import InvalidParameterError
 from anaphora.pooling_params import PoolingParams
 from anaphora.sampling_params import SamplingParams, embedding_params

@@ -19,8 +19,9 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from anaphora.engine.async_engine import AsyncEngine, NewRequest, RequestGroup
+from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.outputs import RequestOutput, StepOutput
+from anaphora.engine.request_group import NewRequest, RequestGroup
 from anaphora.engine.ttft import TtftParts
 from anaphora.errors import AnaphoraError, EngineStoppedError
 from anaphora.server.access_log import log_request

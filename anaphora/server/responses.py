@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from anaphora.engine.async_engine import NewRequest
 from anaphora.engine.outputs import RequestOutput, StepOutput
+from anaphora.engine.request_group import NewRequest
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.arrival import Arrival
 from anaphora.server.connection import event

@@ -204,7 +204,7 @@ def test_a_preempted_request_goes_on_from_its_last_state() -> None:
     a = world.add("a", range(6), max_tokens=8)
     for _ in range(4):
         world.step()
-    world.scheduler._preempt(a)
+    world.scheduler.queues.preempt(a)
     assert saves(world.step()) == [("a", 8, 1, 1, None)]
     world.run()
     assert a.num_output_tokens == 8

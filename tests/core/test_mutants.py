@@ -48,16 +48,16 @@ MUTANTS = [
         "test_sharing_within_a_step::test_pending_blocks_are_not_findable_after_a_step_that_raised",
         (
             (
-                "scheduler.py",
-                "        staged = self.cache.stage(request, stop)\n",
-                "        staged = self.cache.stage(request, stop)\n        self.cache.commit(staged)\n",
+                "planner.py",
+                "        staged = self._cache.stage(request, stop)\n",
+                "        staged = self._cache.stage(request, stop)\n        self._cache.commit(staged)\n",
             ),
         ),
     ),
     Mutant(
         "commit before write: blocks of later chunks are staged with the first one",
         "test_sharing_within_a_step::test_what_was_committed_before_a_failed_step_stays",
-        (("scheduler.py", "self.cache.stage(request, stop)", "self.cache.stage(request, request.num_tokens)"),),
+        (("planner.py", "self._cache.stage(request, stop)", "self._cache.stage(request, request.num_tokens)"),),
     ),
     Mutant(
         "pending entries outlive a failed step",
@@ -244,12 +244,12 @@ MUTANTS = [
     Mutant(
         "a long prompt takes the whole budget from those who decode",
         "test_scheduler::test_a_running_request_of_better_rank_leaves_each_later_one_the_token_that_it_is_owed",
-        (("scheduler.py", "step.budget - owed)", "step.budget)"),),
+        (("planner.py", "step.budget - owed)", "step.budget)"),),
     ),
     Mutant(
         "what was taken away is given to someone else in the same step",
         "test_preemption::test_nobody_is_admitted_in_a_step_that_preempts",
-        (("scheduler.py", "        if not step.preempted:", "        if True:"),),
+        (("planner.py", "        if not step.preempted:", "        if True:"),),
     ),
     Mutant(
         "two free copies of a content are both kept",

@@ -310,7 +310,7 @@ def test_a_preempted_request_finds_its_windows_again() -> None:
     world.step()
     world.step()
     assert world.requests["a"].num_output_tokens == 1
-    world.scheduler._preempt(world.requests["a"])
+    world.scheduler.queues.preempt(world.requests["a"])
     plan = world.step()
     assert plan.scheduled[0].start == 14
     world.run()

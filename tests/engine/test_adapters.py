@@ -12,6 +12,7 @@ from engine_fakes import make_engine
 
 from anaphora.core.hashing import ExtraKeyKind
 from anaphora.engine.adapters import AdapterRegistry
+from anaphora.engine.holdings import Holdings
 from anaphora.errors import (
     AdapterChangedError,
     AdapterFileError,
@@ -59,8 +60,8 @@ class World:
     def load(self, name: str, folder: str, replace: bool = False) -> None:
         self.registry.load(name, folder, self.registry.read(folder), replace=replace)
 
-    def pin(self, name: str) -> str:
-        with self.registry.pinned(name) as digest:
+    def acquire(self, name: str) -> str:
+        with self.registry.acquired(name) as digest:
             return digest
 
     @property
@@ -75,9 +76,9 @@ def test_the_least_recently_used_adapter_leaves_first_and_comes_back_on_use() ->
     for name in "abc":
         world.load(name, name)
     assert world.in_memory == "BC"
-    world.registry.unpin(world.pin("b"))
+    world.registry.release(world.acquire("b"))
     assert world.num_reads == 3
-    world.registry.unpin(world.pin("a"))  # in the place of c
+    world.registry.release(world.acquire("a"))  # in the place of c
     assert (world.in_memory, world.num_reads) == ("AB", 4)
     assert [info.name for info in world.registry.infos] == ["a", "b", "c"]
 
@@ -85,15 +86,15 @@ def test_the_least_recently_used_adapter_leaves_first_and_comes_back_on_use() ->
 def test_what_is_in_use_stays_and_a_load_beside_it_is_not_lost() -> None:
     world = World(max_loras=1, a="A", b="B")
     world.load("a", "a")
-    digest = world.pin("a")
+    digest = world.acquire("a")
     world.load("b", "b")
     assert world.in_memory == "A"
     num_reads = world.num_reads
     with pytest.raises(AdapterLimitError):
-        world.pin("b")
+        world.acquire("b")
     assert world.num_reads == num_reads  # no room: the disk is not asked
-    world.registry.unpin(digest)
-    world.registry.unpin(world.pin("b"))
+    world.registry.release(digest)
+    world.registry.release(world.acquire("b"))
     assert world.in_memory == "B"
 
 
@@ -101,17 +102,17 @@ def test_a_content_leaves_with_its_last_name_and_its_last_request() -> None:
     world = World(a="A", same="A", b="B")
     world.load("a", "a")
     world.load("also a", "same")
-    digest = world.pin("a")
+    digest = world.acquire("a")
     world.registry.unload("a")
-    assert world.pin("also a") == digest
+    assert world.acquire("also a") == digest
     world.registry.unload("also a")
     assert world.in_memory == "A"
-    world.registry.unpin(digest)
+    world.registry.release(digest)
     assert world.in_memory == "A"
-    world.registry.unpin(digest)
+    world.registry.release(digest)
     assert world.in_memory == ""
     with pytest.raises(UnknownAdapterError):
-        world.pin("a")
+        world.acquire("a")
 
 
 def test_a_replacement_lets_the_old_content_go_when_nobody_uses_it() -> None:
@@ -121,21 +122,21 @@ def test_a_replacement_lets_the_old_content_go_when_nobody_uses_it() -> None:
         world.load("x", "b")
     world.load("x", "b", replace=True)
     assert world.in_memory == "B"
-    old = world.pin("x")
+    old = world.acquire("x")
     world.load("x", "a", replace=True)
     assert world.in_memory == "AB"
-    assert world.pin("x") != old
-    world.registry.unpin(old)
+    assert world.acquire("x") != old
+    world.registry.release(old)
     assert world.in_memory == "A"
 
 
 def test_a_content_that_comes_back_while_its_last_request_runs_is_the_same_one() -> None:
     world = World(a="A")
     world.load("x", "a")
-    digest = world.pin("x")
+    digest = world.acquire("x")
     world.registry.unload("x")
     world.load("y", "a")  # held already: a second one would trip the executor
-    world.registry.unpin(digest)
+    world.registry.release(digest)
     assert world.in_memory == "A"
 
 
@@ -146,16 +147,16 @@ def test_files_that_changed_while_out_of_memory_are_never_taken_for_the_old_ones
     world.load("b", "b")
     world.contents["a"] = now  # type: ignore[assignment]
     with pytest.raises(AdapterChangedError, match="'a'") as error:
-        world.pin("a")
+        world.acquire("a")
     assert "secret" not in str(error.value)
     assert world.in_memory in ("", "B")
-    world.registry.unpin(world.pin("b"))
+    world.registry.release(world.acquire("b"))
 
 
 def test_a_request_that_is_refused_lets_go() -> None:
     world = World(a="A")
     world.load("a", "a")
-    with pytest.raises(KeyError), world.registry.pinned("a"):
+    with pytest.raises(KeyError), world.registry.acquired("a"):
         raise KeyError
     world.registry.unload("a")
     assert world.in_memory == ""
@@ -192,7 +193,7 @@ def test_there_is_room_for_one_at_least() -> None:
 
 def make_engine_with(world: World) -> Any:
     engine, executor, _ = make_engine(max_num_batched_tokens=8)
-    engine._adapters = world.registry
+    engine._holdings = Holdings(world.registry, executor)
     return engine, executor
 
 

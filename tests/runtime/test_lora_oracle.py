@@ -70,8 +70,8 @@ def ask(llm: LLM, adapter: str | None = None, prompt: list[int] = PROMPT, **opti
     return output
 
 
-def num_pinned(llm: LLM) -> int:
-    return sum(llm.engine._registry._num_users.values())
+def num_acquired(llm: LLM) -> int:
+    return sum(llm.engine._holdings.adapters._num_users.values())
 
 
 # -- exact per row -----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_every_output_is_that_of_its_own_adapter(
     counters = llm.stats().counters
     assert (counters.num_hit_tokens > 0) == caching
     assert (counters.num_preemptions > 0) == (num_blocks == 12)
-    assert num_pinned(llm) == 0
+    assert num_acquired(llm) == 0
     for layer in module.modules():
         assert "forward" not in vars(layer)  # and the module is as its owner left it
 
@@ -229,7 +229,7 @@ def test_choices_and_streams_take_an_adapter(
     is_exact(references["all"], last.output)
     output = ask(llm, "all", params=SamplingParams(n=3, max_tokens=3, temperature=1.0, seed=1))
     assert len(output.outputs) == 3 and output.num_cached_tokens == 64
-    assert num_pinned(llm) == 0
+    assert num_acquired(llm) == 0
 
 
 # -- replaced, by every path, while requests run -----------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_a_replaced_adapter_is_never_hit_and_who_runs_ends_with_the_old_one(
     is_exact(new, after)
     assert after.num_cached_tokens == (0 if max_loras == 1 else 64)
     assert ask(llm).num_cached_tokens == 64 and base.num_cached_tokens == 0
-    assert num_pinned(llm) == 0 and len(engine._executor._adapters) == 1
+    assert num_acquired(llm) == 0 and len(engine._executor._adapters) == 1
 
 
 def test_content_is_the_identity_whatever_it_is_called(module: Any, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_what_left_memory_is_read_again_and_must_be_the_same(module: Any, tmp_pa
     (folders["a"] / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterChangedError):
         ask(llm, "a")
-    assert not llm.engine.has_unfinished and num_pinned(llm) == 0
+    assert not llm.engine.has_unfinished and num_acquired(llm) == 0
     with pytest.raises(AdapterFileError):
         llm.load_adapter("a", folders["a"], replace=True)
     write_adapter(folders["a"], module, 31)
@@ -406,7 +406,7 @@ def test_adapters_in_use_are_not_evicted(module: Any, folders: dict[str, Path]) 
         ask(llm, "all")
     assert ask(llm).outputs[0].finish_reason == "length"
     running.close()
-    assert num_pinned(llm) == 0  # an abort lets go, too
+    assert num_acquired(llm) == 0  # an abort lets go, too
     assert ask(llm, "all").outputs[0].finish_reason == "length"
 
 
@@ -434,7 +434,7 @@ def test_a_layer_that_was_replaced_fails_the_step_and_is_not_passed_over(folders
     assert output.outputs[0].finish_reason == "error" and "altered" in output.error
     block.up_proj = own
     assert ask(llm, "mlp", ids(9, 20)).error is None
-    assert num_pinned(llm) == 0
+    assert num_acquired(llm) == 0
 
 
 def test_a_refused_request_holds_no_adapter(module: Any, folders: dict[str, Path]) -> None:
@@ -446,6 +446,6 @@ def test_a_refused_request_holds_no_adapter(module: Any, folders: dict[str, Path
             llm.engine.add_request(*arguments, params, adapter="all")
     with pytest.raises(UnknownAdapterError):
         llm.engine.add_request("e", PROMPT, params, adapter=["all"])
-    assert num_pinned(llm) == 1
+    assert num_acquired(llm) == 1
     llm.engine.abort("a")
-    assert num_pinned(llm) == 0
+    assert num_acquired(llm) == 0

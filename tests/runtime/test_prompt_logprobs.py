@@ -11,8 +11,8 @@ from hand_plans import admit, make_executor, part, step
 from tiny_llama import ids, make_tiny_llama
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-import anaphora.runtime.executor as executor_module
-from anaphora.core.plan import SampledToken
+import anaphora.runtime.readout as readout_module
+from anaphora.core.plan import Admission, SampledToken
 from anaphora.runtime.forward import PagedForward
 from anaphora.sampling_params import SamplingParams
 
@@ -69,7 +69,7 @@ def test_the_head_is_the_models_own(make: Callable[[], PreTrainedModel]) -> None
 def test_a_prompt_in_chunks_is_scored_whole(
     tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, chunk: int, rows_at_once: int
 ) -> None:
-    monkeypatch.setattr(executor_module, "SCORED_ROWS", rows_at_once)
+    monkeypatch.setattr(readout_module, "SCORED_ROWS", rows_at_once)
     executor, tokens, entries = make_executor(tiny_llama), ids(4, 40), []
     for start in range(0, 40, chunk):
         end = min(start + chunk, 40)
@@ -128,10 +128,10 @@ def test_end_tokens_are_not_chosen_before_min_tokens(tiny_llama: LlamaForCausalL
     ends = frozenset({plain.token_id})
     executor = make_executor(tiny_llama)
     sampling = SamplingParams(temperature=0.0, logprobs=2, min_tokens=1, max_tokens=9)
-    admission = executor_module.Admission("a", tuple(tokens), 12, sampling, 0, ends)
+    admission = Admission("a", tuple(tokens), 12, sampling, 0, ends)
     first = step(executor, part("a", 0, tokens, [1]), admitted=[admission]).sampled["a"]
     assert first.token_id == plain.top_logprobs[1][0]  # the second likeliest
     # Later it is free: force the situation again, by the same tokens, one position after min_tokens.
     executor = make_executor(tiny_llama)
-    admission = executor_module.Admission("a", tuple(tokens), 11, sampling, 0, ends)
+    admission = Admission("a", tuple(tokens), 11, sampling, 0, ends)
     assert step(executor, part("a", 0, tokens, [1]), admitted=[admission]).sampled["a"].token_id == plain.token_id

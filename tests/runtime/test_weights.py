@@ -14,8 +14,9 @@ from tiny_llama import ids, make_tiny_llama
 
 from anaphora import LLM, SamplingParams
 from anaphora.core.hashing import root_digest
-from anaphora.engine.async_engine import AsyncEngine, NewRequest
+from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.engine import Engine
+from anaphora.engine.request_group import NewRequest
 from anaphora.errors import WeightsError
 
 PROMPT = ids(65, 69)

@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from engine.engine_fakes import make_engine
 
-from anaphora.engine.async_engine import AsyncEngine, NewRequest, RequestGroup
+from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.engine import Engine
 from anaphora.engine.outputs import RequestOutput
+from anaphora.engine.request_group import NewRequest, RequestGroup
 from anaphora.errors import EngineStoppedError, InvalidTokenError, PromptTooLongError
 from anaphora.sampling_params import SamplingParams
 

@@ -15,7 +15,8 @@ from server_world import Live, cached, chunks, serving
 from tiny_llama import ids
 
 from anaphora.cli.main import main
-from anaphora.engine.async_engine import AsyncEngine, NewRequest
+from anaphora.engine.async_engine import AsyncEngine
+from anaphora.engine.request_group import NewRequest
 from anaphora.errors import EngineStoppedError
 from anaphora.sampling_params import SamplingParams
 from anaphora.server.tenants import ApiKeys, Caller
