@@ -55,6 +55,10 @@ class Tiles:
     def load(self, tile: int, address: Any, stride: Any) -> None:
         self._call("tileloadd64", [I8, _POINTER, I64], [ir.Constant(I8, tile), self._pointer(address), stride])
 
+    def load_once(self, tile: int, address: Any, stride: Any) -> None:
+        """`load` of what is not read again soon, so that the nearest cache keeps other things."""
+        self._call("tileloaddt164", [I8, _POINTER, I64], [ir.Constant(I8, tile), self._pointer(address), stride])
+
     def store(self, tile: int, address: Any, stride: Any) -> None:
         self._call("tilestored64", [I8, _POINTER, I64], [ir.Constant(I8, tile), self._pointer(address), stride])
 
