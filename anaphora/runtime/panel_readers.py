@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from anaphora.core.ids import cdiv
 from anaphora.runtime.attention import AttentionCall
-from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS
+from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, SPAN_TOKENS
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 
 Int64 = npt.NDArray[np.int64]
@@ -30,14 +30,17 @@ class Readers:
 
     units: those that take longest first.
     most_items: of one unit.
+    num_results: that units leave apart, to be merged.
     """
 
     rows: Int64
     sequences: Int64
     items: Int64
     units: Int64
+    merges: Int64
     visible: npt.NDArray[np.int32]
     most_items: int
+    num_results: int
 
 
 def find_readers(
@@ -46,9 +49,11 @@ def find_readers(
     block_size: int,
     row_bytes: int,
     num_kv_heads: int,
+    group: int,
     num_threads: int,
 ) -> Readers:
-    """positions: of each token of the packed batch. row_bytes: of one token in a layer's pool."""
+    """positions: of each token of the packed batch. row_bytes: of one token in a layer's pool. group: query heads of a
+    K/V head."""
     padded = np.append(positions, np.full(-len(positions) % PANEL_TOKENS, -1)).reshape(-1, PANEL_TOKENS)
     tokens = np.arange(padded.size).reshape(padded.shape)
     rows: list[Int64] = []
@@ -73,29 +78,50 @@ def find_readers(
             ends.append(len(items))
             sequences.append((num_rows, num_keys))
             num_rows += len(rows[-1])
-    units = _cut(ends, [most for _, _, most in items], num_kv_heads, num_threads)
+    units, merges = _cut(ends, items, num_kv_heads, group, num_threads)
     return Readers(
         rows=np.concatenate(rows),
         sequences=np.array(sequences, dtype=np.int64),
         items=np.array(items, dtype=np.int64),
         units=units,
+        merges=merges,
         visible=np.stack(seen).astype(np.int32),
         most_items=int((units[:, 3] - units[:, 2]).max()),
+        num_results=int((merges[:, 3] * (merges[:, 4] - 1) + merges[:, 2]).max(initial=-1)) + 1,
     )
 
 
-def _cut(ends: list[int], num_keys: list[int], num_kv_heads: int, num_threads: int) -> Int64:
-    """Units [m, 4]: a sequence, a K/V head and a run of the sequence's items.
-
-    ends: of each sequence's items. num_keys: that each item reads.
-    """
-    longest = min(MOST_ITEMS, max(1, len(num_keys) * num_kv_heads // (UNITS_PER_THREAD * num_threads)))
-    units: list[tuple[int, int, int, int]] = []
+def _cut(
+    ends: list[int], items: list[tuple[int, int, int]], num_kv_heads: int, group: int, num_threads: int
+) -> tuple[Int64, Int64]:
+    """Units and merges. ends: of each sequence's items. group: query heads of a K/V head."""
+    enough = UNITS_PER_THREAD * num_threads
+    num_pieces = len(items) * num_kv_heads
+    # Where there are so few items that heads alone do not occupy all threads, spans do.
+    by_spans = num_pieces < enough
+    longest = MOST_ITEMS if by_spans else min(MOST_ITEMS, num_pieces // enough)
+    units: list[tuple[int, int, int, int, int, int, int]] = []
+    merges: list[tuple[int, int, int, int, int]] = []
     work: list[int] = []
+    place = 0
     for sequence, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         for first in range(begin, end, longest):
             last = min(first + longest, end)
-            units += [(sequence, head, first, last) for head in range(num_kv_heads)]
-            work += [sum(num_keys[first:last])] * num_kv_heads
+            num_keys, num_results = items[last - 1][2], (last - first) * group
+            num_spans = cdiv(num_keys, SPAN_TOKENS) if by_spans else 1
+            for head in range(num_kv_heads):
+                if num_spans == 1:
+                    units.append((sequence, head, first, last, 0, num_keys, -1))
+                    work.append(sum(most for _, _, most in items[first:last]))
+                    continue
+                for span in range(num_spans):
+                    keys = span * SPAN_TOKENS, min((span + 1) * SPAN_TOKENS, num_keys)
+                    units.append((sequence, head, first, last, *keys, place + span * num_results))
+                    work.append((last - first) * (keys[1] - keys[0]))
+                merges += [
+                    (items[first + n // group][0], head * group + n % group, place + n, num_results, num_spans)
+                    for n in range(num_results)
+                ]
+                place += num_spans * num_results
     order = np.argsort(-np.array(work), kind="stable")
-    return np.array(units, dtype=np.int64)[order]
+    return np.array(units, dtype=np.int64)[order], np.array(merges, dtype=np.int64).reshape(-1, 5)

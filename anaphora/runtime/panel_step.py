@@ -124,11 +124,11 @@ class PanelStep:
             self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
         team, (group,), dim = self._team, context.groups, self._decoder.head_dim
         positions = position_ids[0].numpy()
-        row_bytes = self._num_kv_heads * dim * 2
+        row_bytes, heads = self._num_kv_heads * dim * 2, self._num_heads // self._num_kv_heads
         readers = find_readers(
-            group.calls, positions, context.cache.block_size, row_bytes, self._num_kv_heads, team.num_threads
+            group.calls, positions, context.cache.block_size, row_bytes, self._num_kv_heads, heads, team.num_threads
         )
-        attention = chunk_bytes(dim) + readers.most_items * self._num_heads // self._num_kv_heads * result_bytes(dim)
+        attention = chunk_bytes(dim) + 2 * readers.most_items * heads * result_bytes(dim)
         own_size = cdiv(panel_step.own_bytes(self._hidden_size, dim, attention), 64) * 64
         own = self._room("own", team.num_threads * own_size)
         cos, sin = (_panels(part.float()) for part in rotations[0])
@@ -142,7 +142,8 @@ class PanelStep:
             self._room("queries", len(panels) * self._num_heads * dim * PANEL_TOKENS * 2),
             self._room("gated", panel_step.GROUP_PANELS * self._mlp_size * PANEL_TOKENS * 2),
             cos.data_ptr(), sin.data_ptr(), group.slot_mapping.numpy(), readers.rows.ctypes.data, readers.sequences,
-            readers.items, readers.units, readers.visible.ctypes.data, team.barrier.ctypes.data,
+            readers.items, readers.units, readers.merges, readers.visible.ctypes.data,
+            self._room("partials", readers.num_results * result_bytes(dim)), team.barrier.ctypes.data,
             self._claims.ctypes.data, own, self._configuration.ctypes.data,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from anaphora.runtime.kernels.barrier import begin_turn, claim, meet
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.panel_attention import MOST, attend_panels, copy_row
+from anaphora.runtime.kernels.panel_attention import attend_panels, copy_row, merge_spans, result_bytes
 from anaphora.runtime.kernels.panels import (
     add_panel_bias,
     add_to_panel,
@@ -53,7 +53,7 @@ def own_bytes(hidden_size: int, head_dim: int, attention_bytes: int) -> int:
 @kernel
 def run_layers(
     thread, num_threads, addresses, sizes, eps, scale, hidden, queries, gated, cos, sin, slots, rows, sequences, items,
-    units, visible, barrier, claims, own, configuration,
+    units, merges, visible, partials, barrier, claims, own, configuration,
 ):  # fmt: skip
     """Run layers over panels.
 
@@ -62,8 +62,10 @@ def run_layers(
     [heads, head_dim]. gated: of GROUP_PANELS operands [MLP]. cos, sin: of panels of float32 [panels, head_dim].
     slots: int64 [tokens]. rows: int64, where the keys of all sequences are, bytes from the layer's pool on.
     sequences: int64 [n, 2], the first of a sequence's rows, and how many there are. items: int64 [n, 3], see
-    attend_panels; a sequence's in the order of what they see. visible: int32 [n, 16]. units: int64 [m, 4], a sequence,
-    a K/V head and items [first, last) of the sequence. claims: see barrier.claim; zeros.
+    attend_panels; a sequence's in the order of what they see. visible: int32 [n, 16]. units: int64 [m, 7], a sequence,
+    a K/V head, items [first, last) and keys [first, last) of the sequence, and where among `partials` the results of
+    these keys go, -1 if they are all. merges: int64 [k, 5], a panel, a head, the first of its results, how many are
+    from one to the next, how many there are. claims: see barrier.claim; zeros.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, dim = sizes[MLP], sizes[HEAD_DIM]
@@ -131,15 +133,29 @@ def run_layers(
         todo = claim(claims, turn)
         while todo < len(units):
             s, kv_head, first, last = units[todo, 0], units[todo, 1], units[todo, 2], units[todo, 3]
+            begin_key, end_key, place = units[todo, 4], units[todo, 5], units[todo, 6]
+            results = partials + place * result_bytes(dim) if place >= 0 else plain + sizes[CHUNK_BYTES]
             attend_panels(
-                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[s, 0], items[last - 1, MOST],
-                items[first:last], visible + 64 * first, kv_head, num_heads, num_kv_heads, scale, plain,
-                plain + sizes[CHUNK_BYTES], dim,
+                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[s, 0], begin_key, end_key, items[first:last],
+                visible + 64 * first, kv_head, num_heads, num_kv_heads, scale, plain, results, place >= 0, dim,
             )  # fmt: skip
             todo = claim(claims, turn)
         turn += 1
         if not meet(barrier, num_threads):
             return
+        if len(merges) > 0:
+            begin_turn(claims, turn)
+            todo = claim(claims, turn)
+            while todo < len(merges):
+                panel, head, first, apart = merges[todo, 0], merges[todo, 1], merges[todo, 2], merges[todo, 3]
+                merge_spans(
+                    partials + first * result_bytes(dim), apart * result_bytes(dim), merges[todo, 4],
+                    queries + (panel * num_heads + head) * dim * 32, scale, dim,
+                )  # fmt: skip
+                todo = claim(claims, turn)
+            turn += 1
+            if not meet(barrier, num_threads):
+                return
         for first_panel in range(0, num_panels, GROUP_PANELS):
             count = min(GROUP_PANELS, num_panels - first_panel)
             group_hidden = hidden + first_panel * size * 32
