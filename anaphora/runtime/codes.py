@@ -3,10 +3,10 @@
     8 bits      weight = code × scale               codes -128 to 127, kept as 0 to 255
     4 bits      weight = code × scale + minimum     codes 0 to 15
 
-Knows tensors; knows nothing of models and options. Scales and minima are float16, kept as the int16 of the same bits:
-a module's dtype is that of its first floating-point parameter, and is theirs to no one. Codes lie as the kernels read them,
-16 outputs side by side: see `kernels.code_layout`. So `out` is a multiple of 16 and `in` one of 32, and how many bits
-there are is seen by the shape of the codes.
+Knows tensors; knows nothing of models and options. Scales and minima are float16, kept as the int16 of the same bits: a
+module's dtype is taken from its first floating-point parameter. Codes lie as the kernels read them, 16 outputs side by
+side: see `kernels.code_layout`. So `out` is a multiple of 16 and `in` one of 32, and the shape of the codes says how
+many bits they have.
 """
 
 from __future__ import annotations
