@@ -60,10 +60,10 @@ def main() -> None:
         print(f"{name:5} weights, bytes {llm.engine.weights_bytes:>14,}")
         if args.tokens:
             pieces = pieces_of_the_pages(llm, args.tokens)
-            decoding = LLM(
-                args.model, num_blocks=1024, quantization=WAYS[name], max_num_batched_tokens=DECODING_TOKENS
+            decoding = LLM(args.model, num_blocks=1024, quantization=WAYS[name], max_num_batched_tokens=DECODING_TOKENS)
+            print(
+                f"{name:5} perplexity     {perplexity(llm, pieces):14.4f}, decoding {perplexity(decoding, pieces):.4f}"
             )
-            print(f"{name:5} perplexity     {perplexity(llm, pieces):14.4f}, decoding {perplexity(decoding, pieces):.4f}")
     draw = random.Random(1)
     one, many = (SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (1, 17))
     times: dict[tuple[str, str], list[float]] = {}

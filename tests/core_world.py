@@ -186,6 +186,7 @@ class World:
             eviction_policy=eviction_policy,
             pin_limits=pin_limits,
             what_if=WhatIf(num_blocks, block_size),
+            min_trail_blocks=2,  # so that short prompts walk on trails, too
         )
         self.now_s = 0.0  # a second passes with each step
         self.scheduler = Scheduler(

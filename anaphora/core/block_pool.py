@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.eviction import PolicyFactory, policy_factory
 from anaphora.core.eviction.pinned import PinLimits, Pinned
 from anaphora.core.free_queue import FreeQueue
 from anaphora.core.hashing import BlockChain
-from anaphora.core.ids import NULL_BLOCK, BlockHash, BlockId, Lineage
+from anaphora.core.ids import NO_LINEAGE, NULL_BLOCK, BlockHash, BlockId, Lineage
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.core.side_index import SideIndex
 from anaphora.errors import ConfigError
@@ -103,21 +102,34 @@ class BlockPool:
                 spine.append(block)
         return spine
 
-    def touch(self, blocks: Sequence[BlockId]) -> None:
-        """One more owner for each of these found blocks."""
+    def free_among(self, blocks: Sequence[BlockId]) -> Sequence[BlockId]:
+        """Those of these blocks that have no owner; the same list if none has one."""
         ref_counts = self.ref_counts
-        free = [block for block in blocks if not ref_counts[block]]
+        owners = [ref_counts[block] for block in blocks]
+        if owners == [0] * len(blocks):
+            return blocks
+        return [block for block, count in zip(blocks, owners, strict=True) if not count]
+
+    def touch(self, blocks: Sequence[BlockId], free: Sequence[BlockId] | None = None) -> None:
+        """One more owner for each of these found blocks. free: those that have none, where the caller knows."""
+        ref_counts = self.ref_counts
+        if free is None:
+            free = self.free_among(blocks)
         if free:
             self.num_free -= len(free)
             self.free_queue.cached.remove(free)
-        for block in blocks:
-            ref_counts[block] += 1
+        if len(free) == len(blocks):
+            for block in blocks:
+                ref_counts[block] = 1
+        else:
+            for block in blocks:
+                ref_counts[block] += 1
 
-    def free(self, table: Sequence[BlockId]) -> None:
+    def free(self, table: list[BlockId]) -> None:
         """One owner less for each block of a table, its tail first, so that a child is evicted before its parent."""
         ref_counts, lineages = self.ref_counts, self.index.lineages
-        if [ref_counts[block] for block in table].count(1) == len(table):
-            freed = list(table)
+        if [ref_counts[block] for block in table] == [1] * len(table):
+            freed = table
             for block in freed:
                 ref_counts[block] = 0
         else:  # some have other owners, or are null blocks
@@ -126,15 +138,14 @@ class BlockPool:
                 ref_counts[block] -= 1
             ref_counts[NULL_BLOCK] = 0
         self.num_free += len(freed)
-        if self.index.copies:
-            blank, cached = self._sort_copies(freed)
-        else:  # what is findable of a table is a beginning of it
-            stop = len(freed)
-            while stop and lineages[freed[stop - 1]] == NO_LINEAGE:
-                stop -= 1
-            blank, cached = freed[stop:], freed[:stop]
-            blank.reverse()
-            cached.reverse()
+        stop = len(freed)  # what is findable of a table is a beginning of it
+        while stop and lineages[freed[stop - 1]] == NO_LINEAGE:
+            stop -= 1
+        blank, cached = freed[stop:], freed[:stop]
+        blank.reverse()
+        cached.reverse()
+        if self.index.copies and cached:
+            self._spare_copies(cached, blank)
         if blank:
             self.free_queue.put_blank(blank)
         if cached:
@@ -143,22 +154,13 @@ class BlockPool:
                 depth -= 1
             self.free_queue.cached.put(cached, depth)
 
-    def _sort_copies(self, freed: list[BlockId]) -> tuple[list[BlockId], list[BlockId]]:
-        """Which of these blocks of a table are blank now, and which are cached, tail first. Some may be copies."""
-        hashes, copies = self.index.hashes, self.index.copies
-        blank: list[BlockId] = []
-        cached: list[BlockId] = []
-        for block in reversed(freed):
-            if hashes[block] is None:
-                blank.append(block)
-            elif hashes[block] in copies:
-                spare = self._spare_copy(block)
-                blank.append(spare)
-                if spare != block:
-                    cached.append(block)
-            else:
-                cached.append(block)
-        return blank, cached
+    def _spare_copies(self, cached: list[BlockId], blank: list[BlockId]) -> None:
+        """Of released blocks that are findable, make those blank that are copies, or the copies that they replace."""
+        for block in self.index.copied_among(cached):
+            spare = self._spare_copy(block)
+            blank.append(spare)
+            if spare == block:
+                cached.remove(block)
 
     def _spare_copy(self, block: BlockId) -> BlockId:
         """Keep at most one free block of each content, the latest released: a second one would only push others out.
@@ -206,10 +208,10 @@ class BlockPool:
 
     def touch_side(self, group: int, blocks: Sequence[BlockId]) -> None:
         """As touch."""
-        num_free = sum(self.ref_counts[block] == 0 for block in blocks)
-        self.sides.num_live[group] += num_free
-        self.sides.num_cached[group] -= num_free
-        self.touch(blocks)
+        free = self.free_among(blocks)
+        self.sides.num_live[group] += len(free)
+        self.sides.num_cached[group] -= len(free)
+        self.touch(blocks, free)
 
     def commit_side(self, group: int, lineages: list[Lineage], hashes: list[BlockHash], blocks: list[BlockId]) -> None:
         """These blocks hold this group's K/V of the last block of these beginnings. They replace those that did."""

@@ -14,7 +14,6 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.busy_prefixes import BusyPrefixes
 from anaphora.core.capacity import Capacity
@@ -25,11 +24,12 @@ from anaphora.core.eviction.pinned import PinLimits
 from anaphora.core.groups import CacheLayout
 from anaphora.core.hashing import ExtraKey, HashFunction, sha256
 from anaphora.core.hit import NO_HIT, Hit, accepted_hit
-from anaphora.core.ids import BlockId, Lineage, RequestId, StateSlot, cdiv
+from anaphora.core.ids import NO_LINEAGE, BlockId, Lineage, RequestId, StateSlot, cdiv
 from anaphora.core.request import Request
 from anaphora.core.side_groups import SideGroups
 from anaphora.core.staged import Staged
 from anaphora.core.stats import GroupGauges
+from anaphora.core.trail import left_behind
 from anaphora.core.what_if import WhatIf
 from anaphora.errors import ConfigError
 
@@ -43,7 +43,8 @@ class CacheManager:
     checkpoints of recurrent state; without any, such a model caches nothing. state_checkpoint_interval: tokens, see
     core.checkpoints. root: digest of what the model is (hashing.root_digest).
     eviction_policy: a name in core.eviction.POLICIES, or what makes a policy. pin_limits: how much of the pool pins may
-    hold. what_if: is told what is looked up and used; None keeps no curve.
+    hold. what_if: is told what is looked up and used; None keeps no curve. min_trail_blocks: what a request must leave
+    for a trail (core.trail), 2 at least.
     Raises ConfigError.
     """
 
@@ -61,6 +62,7 @@ class CacheManager:
         eviction_policy: str | PolicyFactory = "lru",
         pin_limits: PinLimits | None = None,
         what_if: WhatIf | None = None,
+        min_trail_blocks: int = 32,
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
@@ -92,6 +94,7 @@ class CacheManager:
         self.busy_prefixes = BusyPrefixes()
         self.chains = ChainMaker(root, block_size, hash_function, max_memo_blocks=self.spine.num_blocks)
         self._tables: dict[RequestId, list[BlockId]] = {}
+        self._min_trail_blocks = max(2, min_trail_blocks)
         self._now_s = 0.0
 
     @property
@@ -174,18 +177,16 @@ class CacheManager:
 
         A side group asks for what the request will hold at once. max_chunk: most tokens of it in a step; None for all.
         """
-        num_needed = self._num_spine_needed(request, hit) if self.spine is self.pool else 0
+        num_spine = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
+        num_spine += len(self.spine.free_among(hit.blocks))
+        return num_spine if self._is_plain else self._with_sides(num_spine, request, hit, max_chunk)
+
+    def _with_sides(self, num_spine: int, request: Request, hit: Hit, max_chunk: int | None) -> int:
+        num_needed = num_spine if self.spine is self.pool else 0
         if self._has_sides:
             chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
             num_needed += self.sides.num_needed(request.num_tokens, hit, chunk)
         return num_needed
-
-    def _num_spine_needed(self, request: Request, hit: Hit) -> int:
-        num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
-        if not hit.blocks:
-            return num_new
-        ref_counts = self.spine.ref_counts
-        return num_new + [ref_counts[block] for block in hit.blocks].count(0)
 
     def admit(self, request: Request, hit: Hit, max_chunk: int | None = None) -> bool:
         """Give a request the blocks of its hit and room for every other known token: all or nothing.
@@ -193,17 +194,19 @@ class CacheManager:
         In the spine these are blocks; a side group is promised what it will hold at once, and `grow` gives it. False,
         and nothing has changed, if the pool lacks the room. max_chunk: most tokens of it in a step; None for all.
         """
-        if self.num_free_needed(request, hit, max_chunk) > self.num_available:
+        num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
+        free = self.spine.free_among(hit.blocks)
+        num_spine = num_new + len(free)
+        if num_spine > self.spine.num_free:
             return False
-        if self.spine is not self.pool and self._num_spine_needed(request, hit) > self.spine.num_free:
+        if not self._is_plain and self._with_sides(num_spine, request, hit, max_chunk) > self.num_available:
             return False
         request_id = request.request_id
         if hit.blocks:
-            self.spine.touch(hit.blocks)  # before allocating, which may evict whatever is free
+            self.spine.touch(hit.blocks, free)  # before allocating, which may evict whatever is free
         if self._has_sides:
             chunk = self.capacity.chunk(request.num_tokens, max_chunk or request.num_tokens)
             self.sides.admit(request_id, request.num_tokens, hit, chunk)
-        num_new = cdiv(request.num_tokens, self.block_size) - len(hit.blocks)
         self._tables[request_id] = hit.blocks + self.spine.allocate(num_new)
         request.num_computed_tokens = hit.num_tokens
         request.num_staged_blocks = len(hit.blocks)
@@ -329,6 +332,9 @@ class CacheManager:
                 priority, ttl_s = pin
                 num_blocks = min(request.num_prompt_tokens // self.block_size, request.num_staged_blocks)
                 self.spine.pins.pin(table[:num_blocks], priority, self._now_s + ttl_s, request.tenant)
+            num_staged, index, chain = request.num_staged_blocks, self.spine.index, request.chain
+            if num_staged >= self._min_trail_blocks and chain is not None and not index.num_pending:
+                chain.trail = left_behind(chain.trail, table, num_staged, index.lineages, self._min_trail_blocks)
             self.spine.free(table)
             if self._has_sides:
                 self.sides.free(request.request_id)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 
-from anaphora.core.hashing import BlockChain, common_length
+from anaphora.core.common_length import common_tokens
+from anaphora.core.hashing import BlockChain
 from anaphora.core.ids import BlockHash
 
 
@@ -28,14 +29,19 @@ class ChainMemo:
     def fill(self, chain: BlockChain, token_ids: array[int]) -> None:
         """Hash the full blocks of a new chain, copying what is known."""
         own = 0
+        trodden = None  # the last chain on the way that has a trail
         while chain.extend(token_ids, max_blocks=1):
             block_hash = chain.hashes[-1]
             known, _ = self._chains.get(block_hash, (None, 0))
             if known is None or not self._copy(chain, known, token_ids):
                 break
+            if known.trail is not None:
+                trodden = known
             self._chains.move_to_end(block_hash)
             if len(chain.hashes) < len(known.hashes):  # it parts from the known one; else it goes on in its place
                 own = len(chain.hashes)
+        if trodden is not None:
+            _take_trail(chain, trodden)
         chain.extend(token_ids)
         if own < len(chain.hashes):
             self._file(chain, own)
@@ -48,7 +54,7 @@ class ChainMemo:
         first = len(chain.hashes)
         if known.hashes[first - 1 : first] != chain.hashes[-1:]:
             return False
-        shared = common_length(token_ids, known.token_ids, first * chain.block_size) // chain.block_size
+        shared = common_tokens(token_ids, known.token_ids, first * chain.block_size) // chain.block_size
         keyed = chain.num_equally_keyed(known)
         if keyed is not None:
             shared = max(first, min(shared, keyed))
@@ -64,3 +70,11 @@ class ChainMemo:
         self._num_blocks += len(chain.hashes)
         while self._num_blocks > self._max_blocks:
             self._num_blocks -= self._chains.popitem(last=False)[1][1]
+
+
+def _take_trail(chain: BlockChain, known: BlockChain) -> None:
+    """The trail of a known chain holds for a new one as far as their contents agree, whatever the hashes say."""
+    assert known.trail is not None, "the caller has looked"
+    count = chain.common_blocks(known, len(known.trail.blocks))
+    if count > 1:
+        chain.trail = known.trail.beginning(count)

@@ -19,8 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anaphora.core.block_contents import NO_LINEAGE
-from anaphora.core.ids import Lineage, RequestId, StateSlot, cdiv
+from anaphora.core.ids import NO_LINEAGE, Lineage, RequestId, StateSlot, cdiv
 from anaphora.core.request import Request
 from anaphora.errors import ConfigError
 

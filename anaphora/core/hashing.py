@@ -1,7 +1,7 @@
 """What a block is called: canonical bytes, the root of a model, and the chain of hashes of one token sequence.
 
 The byte format is specified in docs/hash-format.md, with golden vectors. This module knows bytes and digests;
-it must not know blocks' places in a pool, requests, or who asks.
+it must not know requests, or who asks, nor look at the trail that a chain carries for the index.
 
     identity of the model --root_digest--> root
                                              |   block 0            block 1
@@ -15,12 +15,14 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from anaphora.core.common_length import common_length
 from anaphora.core.ids import BlockHash
+from anaphora.core.trail import Trail
 from anaphora.errors import InvalidParameterError
 from anaphora.salt_regions import CacheSalt, SaltRegions, check_salt
 
@@ -28,7 +30,6 @@ FORMAT_VERSION = 1
 _ROOT_TAG = b"anaphora/root"
 _DIGEST = re.compile("(?:[0-9a-f]{2})+")
 _key_header = struct.Struct("<BI").pack
-_PIECE = 4096  # tokens or blocks compared at once
 
 
 class Digest(Protocol):
@@ -135,24 +136,6 @@ def encode_by_block(keys: Iterable[ExtraKey]) -> dict[int, bytes]:
     return encoded
 
 
-def common_length(mine: Sequence[object], other: Sequence[object], start: int) -> int:
-    """The first index from `start` on at which the two differ, or where the shorter one ends. Compares at C speed."""
-    stop = min(len(mine), len(other))
-    low = start
-    while low < stop and mine[low : low + _PIECE] == other[low : low + _PIECE]:
-        low += _PIECE
-    if low >= stop:
-        return max(start, stop)
-    high = min(low + _PIECE, stop)
-    while low < high:  # [start, low) agrees; the first difference is in [low, high]
-        middle = (low + high + 1) // 2
-        if mine[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def root_digest(identity: Mapping[str, str]) -> bytes:
     """SHA-256 of what the model *is* (32 bytes): the parent of every block 0.
 
@@ -179,10 +162,20 @@ class BlockChain:
 
     hashes: one digest a full block. contents: what each was made of besides its parent (encoded tokens,
     then encoded extra keys): the bytes that confirm a hit. Both only grow. token_ids: the sequence itself.
-    extra_keys: block index -> encoded extra keys.
+    extra_keys: block index -> encoded extra keys. trail: where its first blocks were, as far as it is known.
     """
 
-    __slots__ = ("_hash_function", "_piece", "block_size", "contents", "extra_keys", "hashes", "root", "token_ids")
+    __slots__ = (
+        "_hash_function",
+        "_piece",
+        "block_size",
+        "contents",
+        "extra_keys",
+        "hashes",
+        "root",
+        "token_ids",
+        "trail",
+    )
 
     def __init__(
         self,
@@ -196,6 +189,7 @@ class BlockChain:
         self.token_ids: array[int] = array("I")
         self.hashes: list[BlockHash] = []
         self.contents: list[bytes] = []
+        self.trail: Trail | None = None
         self._hash_function = hash_function
         self._piece = struct.Struct(f"{4 * block_size}s")
         self.extra_keys = encode_by_block(extra_keys)
@@ -245,4 +239,7 @@ class BlockChain:
 
     def common_blocks(self, other: BlockChain, limit: int) -> int:
         """How many leading blocks, at most `limit`, are the same by content: exact, whatever the hashes say."""
-        return min(limit, common_length(self.contents, other.contents, 0)) if self.root == other.root else 0
+        if self.root != other.root:
+            return 0
+        mine, theirs = self.contents, other.contents
+        return min(limit, len(mine) if mine == theirs else common_length(mine, theirs, 0))

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.checkpoints import Checkpoints
-from anaphora.core.ids import BlockId, Lineage, RequestId
+from anaphora.core.ids import NO_LINEAGE, BlockId, Lineage, RequestId
 from anaphora.core.side_group import SideGroup
 from anaphora.core.side_index import SideIndex
 

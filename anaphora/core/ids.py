@@ -15,6 +15,10 @@ NULL_BLOCK = BlockId(0)
 """Never hashed, written or freed; stands for positions that no layer of a group reads."""
 
 
+NO_LINEAGE = Lineage(0)
+"""Of a block that holds nothing findable."""
+
+
 def cdiv(numerator: int, denominator: int) -> int:
     """Quotient rounded up."""
     return -(-numerator // denominator)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.block_pool import BlockPool
 from anaphora.core.cache_manager import CacheManager
-from anaphora.core.ids import NULL_BLOCK, BlockId
+from anaphora.core.ids import NO_LINEAGE, NULL_BLOCK, BlockId
 from anaphora.core.scheduler import Scheduler
 from anaphora.core.side_group import SideGroup
 

@@ -13,13 +13,9 @@ even where two beginnings have the same hash: the second one is simply not index
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import takewhile
-from operator import is_not, itemgetter
-
-from anaphora.core.block_contents import NO_LINEAGE, BlockContents
+from anaphora.core.block_contents import BlockContents, leading_blocks
 from anaphora.core.hashing import BlockChain
-from anaphora.core.ids import BlockHash, BlockId, Lineage
+from anaphora.core.ids import NO_LINEAGE, BlockHash, BlockId, Lineage
 
 _FEW = 8
 _FIRST_PIECE = 64
@@ -43,6 +39,7 @@ class PrefixIndex:
         self._committed: dict[BlockHash, BlockId] = {}
         self.copies: dict[BlockHash, list[BlockId]] = {}
         self._pending: dict[BlockHash, BlockId] = {}
+        self._staged_copies: set[BlockId] = set()  # staged blocks whose lineage is that of an earlier block
         self._roots: dict[bytes, Lineage] = {}
         self._max_roots = _MIN_ROOTS
         self._last_lineage = NO_LINEAGE
@@ -61,11 +58,14 @@ class PrefixIndex:
         """
         limit = min(limit, len(chain.hashes))
         parent = self._roots.get(chain.root, NO_LINEAGE)
-        found = self._holds.walk(self._committed, chain, 0, min(limit, _FEW), parent)
+        found = self._on_the_trail(chain, limit)
+        if len(found) < _FEW:
+            last = self.lineages[found[-1]] if found else parent
+            found += self._holds.walk(self._committed, chain, len(found), min(limit, _FEW), last)
         start, step = len(found), _FIRST_PIECE
         while _FEW <= start < limit:  # in pieces, so that a long one is confirmed while it is in the processor's cache
             stop = min(start + step, limit)
-            blocks = self._committed_blocks(chain.hashes[start:stop])
+            blocks = leading_blocks(self._committed, chain.hashes[start:stop])
             contents = chain.contents[start : start + len(blocks)]
             confirmed = self._holds.confirm(blocks, contents, self.lineages[found[-1]])
             found += blocks[:confirmed]
@@ -78,29 +78,14 @@ class PrefixIndex:
             found += self._holds.walk(self._pending, chain, num_committed, limit, parent)
         return found, num_committed
 
-    def _committed_blocks(self, hashes: list[BlockHash]) -> list[BlockId]:
-        """Of a piece of a chain, those up to the first one that is not committed.
+    def _on_the_trail(self, chain: BlockChain, limit: int) -> list[BlockId]:
+        """Those of the chain's trail that hold what they held, at most `limit`: each is committed, and confirmed by it.
 
-        Who is committed has a committed parent, so the first one that is not is found by halving: but for collisions,
-        where a name is there and its beginning is not.
+        A block that comes back to its lineage as a copy may be pending still: then nobody walks on trails.
         """
-        committed = self._committed
-        low, high = 0, len(hashes)
-        if hashes[-1] in committed:
-            low = high
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in committed:
-                low = middle + 1
-            else:
-                high = middle
-        if not low:
+        if chain.trail is None or self._staged_copies:
             return []
-        present = hashes[:low]
-        try:  # at C speed; twice the first one, as itemgetter gives a tuple for two or more only
-            return list(itemgetter(*present, present[0])(committed)[:-1])
-        except KeyError:
-            return list(takewhile(partial(is_not, None), map(committed.get, present)))  # type: ignore[arg-type]
+        return chain.trail.blocks[: min(limit, chain.trail.num_unchanged(self.lineages))]
 
     def stage(self, blocks: list[BlockId], chain: BlockChain, first: int, previous: BlockId | None) -> int:
         """Make blocks findable within the step in flight: they hold blocks [first, first + len(blocks)) of `chain`.
@@ -166,6 +151,7 @@ class PrefixIndex:
             elif parents[twin] == parent and all_contents[twin] == content:
                 lineage = lineages[twin]
                 pending.setdefault(block_hash, block)  # a committed twin may be evicted for this very step
+                self._staged_copies.add(block)
             else:
                 self.num_collisions += 1
                 return done
@@ -193,6 +179,7 @@ class PrefixIndex:
     def commit(self, blocks: list[BlockId]) -> None:
         """Make staged blocks findable by everyone: their K/V are written and the step has succeeded."""
         self.num_committed += len(blocks)
+        self._staged_copies.difference_update(blocks)
         committed, pending = self._committed, self._pending
         is_only_one = len(pending) == len(blocks) and list(pending.values()) == blocks  # that writes in this step
         if is_only_one and committed.keys().isdisjoint(pending):
@@ -209,6 +196,7 @@ class PrefixIndex:
 
     def withdraw(self, blocks: list[BlockId]) -> None:
         """Take staged blocks back: the step that was to write them has failed."""
+        self._staged_copies.difference_update(blocks)
         for block in blocks:
             block_hash = self.hashes[block]
             if block_hash is not None and self._pending.get(block_hash) == block:
@@ -252,6 +240,15 @@ class PrefixIndex:
         """Every committed block with this hash."""
         first = self._committed.get(block_hash)
         return [] if first is None else [first, *self.copies.get(block_hash, ())]
+
+    def copied_among(self, blocks: list[BlockId]) -> list[BlockId]:
+        """Those of these committed blocks, in their order, whose content is in another block, too."""
+        hashes, copies = self.hashes, self.copies
+        if len(copies) < len(blocks):
+            copied = {block for block_hash in copies for block in self.blocks_of(block_hash)}.intersection(blocks)
+            if len(copied) < _FEW:
+                return sorted(copied, key=blocks.index)
+        return [block for block in blocks if hashes[block] in copies]
 
     @property
     def num_pending(self) -> int:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from anaphora.core.block_contents import NO_LINEAGE
-from anaphora.core.ids import BlockHash, BlockId, Lineage
+from anaphora.core.ids import NO_LINEAGE, BlockHash, BlockId, Lineage
 from anaphora.core.prefix_index import PrefixIndex
 
 

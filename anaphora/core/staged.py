@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from anaphora.core.block_contents import NO_LINEAGE
-from anaphora.core.ids import BlockId, Lineage, StateSlot
+from anaphora.core.ids import NO_LINEAGE, BlockId, Lineage, StateSlot
 
 
 class Staged(NamedTuple):

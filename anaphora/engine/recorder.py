@@ -107,7 +107,7 @@ class _Lines:
         num_full, num_tail = divmod(input_length, self.block_size)
         num_known = (input_length + max(output_length - 1, 0)) // self.block_size
         chain = request.chain
-        if chain is None:  # prefix caching is off: the trace says what it would be worth
+        if chain is None:  # prefix caching is off: what it would be worth if nothing were forgotten
             chain = BlockChain(root, self.block_size, sha256, request.extra_keys)
             chain.extend(request.tokens)
         ids = [self._id(name) for name in chain.hashes[:num_known]]

@@ -147,6 +147,7 @@ class GroupedChunks:
 
     groups: [groups + 1], where each group's chunks begin in `items` and `slots`.
     token_partials: [groups, tokens + 1]; the groups' layers follow each other, so each group counts from 0.
+    work: [chunks + 1], what all chunks before each one cost, in keys that one query reads.
     Others: as of Chunks.
     """
 
@@ -158,17 +159,28 @@ class GroupedChunks:
     visible: Int64
     partials: Int64
     token_partials: Int64
+    work: Int64
+
+
+_KEY_COST = 8
+"""What it costs to bring a key and its value together, in queries that read them; measured."""
 
 
 def join(groups: Sequence[Chunks]) -> GroupedChunks:
     num_readers = np.cumsum([0, *(len(each.tokens) for each in groups)])
+    items = np.concatenate([each.items + offset for each, offset in zip(groups, num_readers[:-1], strict=True)])
+    first, visible = (np.concatenate(parts) for parts in zip(*((g.first, g.visible) for g in groups), strict=True))
+    num_keys = np.maximum.reduceat(visible, items[:, 0]) - np.minimum.reduceat(first, items[:, 0])
+    work = np.zeros(len(items) + 1, np.int64)
+    np.cumsum(num_keys * (_KEY_COST + items[:, 1] - items[:, 0]), out=work[1:])
     return GroupedChunks(
         groups=np.cumsum([0, *(len(each.items) for each in groups)]),
         slots=np.concatenate([each.slots for each in groups]),
-        items=np.concatenate([each.items + offset for each, offset in zip(groups, num_readers[:-1], strict=True)]),
+        items=items,
         tokens=np.concatenate([each.tokens for each in groups]),
-        first=np.concatenate([each.first for each in groups]),
-        visible=np.concatenate([each.visible for each in groups]),
+        first=first,
+        visible=visible,
         partials=np.concatenate([each.partials for each in groups]),
         token_partials=np.stack([each.token_partials for each in groups]),
+        work=work,
     )

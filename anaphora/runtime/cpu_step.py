@@ -26,7 +26,7 @@ from anaphora.runtime.crowding import Crowding
 from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations, num_half_bytes, shape
 from anaphora.runtime.decoder import tensor as _tensor
 from anaphora.runtime.kernels import barrier, step, tiles
-from anaphora.runtime.kernels.attention import CHUNK_TOKENS, TILE_QUERIES
+from anaphora.runtime.kernels.attention import CHUNK_TOKENS
 from anaphora.runtime.lora.addresses import LowRankTables
 from anaphora.runtime.lora.context import AdapterContext
 from anaphora.runtime.threads import ThreadTeam
@@ -42,6 +42,10 @@ MAX_TOKENS_ADAPTERS = 16  # every thread multiplies all tokens with the narrow h
 # Up to where vectors, which read a weight in the order in which it lies, take less time than tiles: measured as well. A
 # token alone in its step and the same token in company differ by rounding then, so a reproducible step has none.
 MAX_TOKENS_VECTORS = 1
+
+
+# Queries of one K/V head and chunk from which on the tile unit takes less time than vectors: measured.
+TILE_QUERIES = 2
 
 
 class CpuStep:
@@ -199,12 +203,12 @@ class CpuStep:
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
             num_threads, addresses[layers], self.addresses.scales()[[*numbers, -1]],
-            np.array([*sizes, use_tiles, self._tile_queries], dtype=np.int64),
+            np.array([*sizes, use_tiles, self._tile_queries if self._use_tiles else sys.maxsize], dtype=np.int64),
             self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
-            chunks.groups, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first, chunks.visible,
-            chunks.partials, chunks.token_partials, keep.numpy(), final,
+            chunks.groups, chunks.work, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first,
+            chunks.visible, chunks.partials, chunks.token_partials, keep.numpy(), final,
             np.array(buffers, dtype=np.int64), self._own.ctypes.data, self._own_size,
-            self._configuration.ctypes.data, self._wide, self._words, self._scores,
+            self._configuration.ctypes.data if self._use_tiles else 0, self._wide, self._words, self._scores,
             self._partials.tops, self._partials.sums, self._partials.values, low_rank, owners, narrow, self._head_dim,
             self._element, self._codes, self._head_codes,
         )  # fmt: skip

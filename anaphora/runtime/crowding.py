@@ -40,5 +40,5 @@ class Crowding:
                 self.num_threads = min(2 * self.num_threads, self._most)
                 self._share = 1.0
                 self._left = 0 if self.num_threads == self._most else self._pause
-        elif self._share > (1 + LEAST_SHARE) / 2:
+        elif min(share, self._share) > (1 + LEAST_SHARE) / 2:  # the mean alone is high whenever more are tried again
             self._pause = FIRST_PAUSE

@@ -21,20 +21,13 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from anaphora.engine.multimodal import NamedImage
 from anaphora.errors import InvalidParameterError
 from anaphora.server.config import ServerConfig
+from anaphora.server.name_lookup import NameLookup
 
 MAX_REDIRECTS = 3
 _CHUNK_BYTES = 64 * 1024
 _MAX_URL_CHARS = 8192
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
-
-Resolve = Callable[[str, int], list[str]]
-"""A host and a port to all its addresses. Raises OSError."""
-
-
-def resolve(host: str, port: int) -> list[str]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_public(address: str) -> bool:
@@ -62,19 +55,19 @@ _GLOBAL_UNICAST = (ipaddress.ip_network("2000::/3"),)
 
 
 class RemoteImages:
-    """Fetches the images of one request, within the limits of a server. resolve, is_allowed, clock: for tests."""
+    """Fetches the images of one request, within the limits of a server. is_allowed, clock: for tests."""
 
     def __init__(
         self,
         config: ServerConfig,
+        names: NameLookup,
         *,
-        resolve: Resolve = resolve,
         is_allowed: Callable[[str], bool] = is_public,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout_s = config.remote_image_timeout_s
         self._max_bytes = config.max_remote_image_bytes
-        self._resolve = resolve
+        self._names = names
         self._is_allowed = is_allowed
         self._clock = clock
         self._until: float | None = None  # of all images together, from the first one on
@@ -94,8 +87,10 @@ class RemoteImages:
         """The body, or the URL that it redirects to."""
         parts, host, port = _split(url, field)
         connection = self._connect(parts.scheme, host, port, field, until)
-        watch = _shut_down_later(connection, self._left_s(field, until))
+        watch = _shut_down_later(connection.sock, self._left_s(field, until))
         try:
+            if isinstance(connection.sock, ssl.SSLSocket):
+                connection.sock.do_handshake()
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", path, headers={"accept": "image/*", "accept-encoding": "identity"})
             reply = connection.getresponse()
@@ -116,8 +111,9 @@ class RemoteImages:
 
     def _connect(self, scheme: str, host: str, port: int, field: str, until: float) -> http.client.HTTPConnection:
         try:
-            addresses = self._resolve(host, port)
+            addresses = self._names.find(host, port, self._left_s(field, until))
         except (OSError, UnicodeError):
+            self._left_s(field, until)
             raise _unreachable(field) from None
         if not addresses or not all(map(self._is_allowed, addresses)):
             raise InvalidParameterError(f"{field} is not at a public address: send the image as a data URL")
@@ -125,8 +121,9 @@ class RemoteImages:
         connection = http.client.HTTPConnection(host, port, timeout=left_s)
         try:
             connection.sock = plain = socket.create_connection((addresses[0], port), timeout=left_s)
-            if scheme == "https":  # each read of the handshake has the whole time: few reads, of few bytes
-                connection.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+            if scheme == "https":  # whose first bytes come later, where their time ends
+                context = ssl.create_default_context()
+                connection.sock = context.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
         except (OSError, UnicodeError, ValueError):
             connection.close()
             raise _unreachable(field) from None
@@ -155,13 +152,12 @@ class RemoteImages:
         return left_s
 
 
-def _shut_down_later(connection: http.client.HTTPConnection, left_s: float) -> threading.Timer:
+def _shut_down_later(other_end: socket.socket, left_s: float) -> threading.Timer:
     """End a connection when its time is over: a server that sends a byte now and then never runs into a time-out."""
-    other_end = connection.sock
 
     def shut_down() -> None:
         with contextlib.suppress(OSError):
-            other_end.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(other_end, socket.SHUT_RDWR)  # below TLS, whose state another thread is using
 
     timer = threading.Timer(left_s, shut_down)
     timer.daemon = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.types import Scope
@@ -22,6 +22,7 @@ from anaphora.server.errors import ApiError, as_api_error
 from anaphora.server.fields import ConversationFields, RequestFields, parse_fields
 from anaphora.server.messages import template_messages
 from anaphora.server.metrics import Metrics
+from anaphora.server.name_lookup import NameLookup
 from anaphora.server.remote_images import RemoteImages
 from anaphora.server.tenants import ANYBODY, ApiKeys, CacheDomains, Caller
 from anaphora.server.text import TextTools
@@ -34,7 +35,7 @@ _Fields = TypeVar("_Fields", bound=RequestFields)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """api_keys: None lets anybody call, and do everything."""
+    """api_keys: None lets anybody call, and do everything. names: of hosts that images are fetched from."""
 
     engine: AsyncEngine
     text: TextTools
@@ -43,6 +44,7 @@ class Service:
     domains: CacheDomains
     api_keys: ApiKeys | None
     model_name: str
+    names: NameLookup = field(default_factory=NameLookup)
 
     def authenticate(self, scope: Scope) -> Caller:
         """Who calls, by `Authorization: Bearer KEY`. Raises ApiError."""
@@ -156,7 +158,7 @@ class Service:
         def fetch() -> dict[str, bytes]:
             _, images = take_images(template_messages(fields.messages or (), with_images=True))
             engine.check_num_images(len(images), "messages")
-            remote = RemoteImages(self.config)
+            remote = RemoteImages(self.config, self.names)
             return {image.field: remote.fetch(image) for image in images if isinstance(image.image, str)}
 
         try:

@@ -28,6 +28,7 @@ class TraceChain(BlockChain):
         self.block_size = block_size
         self.token_ids = array("I")
         self.extra_keys = {}
+        self.trail = None
         self._ids = block_ids
         known = block_ids if num_prompt_blocks is None else block_ids[:num_prompt_blocks]
         self.hashes = cast("list[BlockHash]", known)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anaphora.core.chain_memo import ChainMemo
-from anaphora.core.hashing import BlockChain, Digest, ExtraKey, ExtraKeyKind, HashFunction, common_length, salt_key
+from anaphora.core.common_length import common_length, common_tokens
+from anaphora.core.hashing import BlockChain, Digest, ExtraKey, ExtraKeyKind, HashFunction, salt_key
 
 
 class CountingHash:
@@ -139,3 +140,4 @@ def test_common_length_is_the_first_difference(shared: int, mine: int, other: in
     beginning = array("I", [5]) * shared
     one, two = beginning + array("I", [1]) * mine, beginning + array("I", [2]) * other
     assert common_length(one, two, min(start, shared)) == shared
+    assert common_tokens(one, two, min(start, shared)) == shared

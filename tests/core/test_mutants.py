@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         "the head of a table is released first",
         "test_block_pool::test_free_releases_the_tail_first_so_that_children_are_evicted_before_their_parents",
-        (("block_pool.py", "            cached.reverse()\n", ""),),
+        (("block_pool.py", "        cached.reverse()\n", ""),),
     ),
     Mutant(
         "an evicted block stays in the index",
@@ -189,6 +189,38 @@ MUTANTS = [
         (("block_contents.py", " parents[block] != parent or ", " "),),
     ),
     Mutant(
+        "a trail is walked on whatever has become of its blocks",
+        "test_trails::test_what_is_gone_ends_a_trail_and_names_go_on_from_there",
+        (
+            (
+                "trail.py",
+                "return len(self.blocks) if now == self._lineages else common",
+                "return len(self.blocks) or common",
+            ),
+        ),
+    ),
+    Mutant(
+        "a trail leads to a copy that is pending",
+        "test_trails::test_a_block_that_comes_back_to_its_lineage_as_a_copy_is_pending_until_its_step_has_succeeded",
+        (("prefix_index.py", "if chain.trail is None or self._staged_copies:", "if chain.trail is None:"),),
+    ),
+    Mutant(
+        "a trail is left while a step is in flight",
+        "test_trails::test_no_trail_leads_through_pending_blocks",
+        (("cache_manager.py", " and chain is not None and not index.num_pending:", " and chain is not None:"),),
+    ),
+    Mutant(
+        "a trail is taken over by who has the same hashes",
+        "test_trails::test_another_beginning_of_the_same_hashes_gets_no_trail",
+        (
+            (
+                "chain_memo.py",
+                "count = chain.common_blocks(known, len(known.trail.blocks))",
+                "count = len(known.trail.blocks)",
+            ),
+        ),
+    ),
+    Mutant(
         "a writer's failure is not carried to its readers",
         "test_sharing_within_a_step::test_a_failed_writer_takes_its_readers_along_and_nobody_else",
         (
@@ -207,7 +239,7 @@ MUTANTS = [
     Mutant(
         "an admission may evict its own hit",
         "test_cache_manager::test_hits_that_are_free_are_charged_as_the_free_blocks_that_they_are",
-        (("cache_manager.py", "num_new + [ref_counts[block] for block in hit.blocks].count(0)", "num_new"),),
+        (("cache_manager.py", "num_spine = num_new + len(free)", "num_spine = num_new"),),
     ),
     Mutant(
         "a long prompt takes the whole budget from those who decode",
@@ -222,7 +254,7 @@ MUTANTS = [
     Mutant(
         "two free copies of a content are both kept",
         "test_block_pool::test_a_released_copy_becomes_blank_while_another_owner_keeps_the_content_findable",
-        (("block_pool.py", "            elif hashes[block] in copies:\n", "            elif False:\n"),),
+        (("block_pool.py", "        if self.index.copies and cached:\n", "        if False:\n"),),
     ),
     Mutant(
         "a window is never given back",

@@ -44,6 +44,33 @@ def test_many_threads_become_fewer_by_halves() -> None:
     assert steps(crowding, 0.1, 2) == [3, 1]
 
 
+def test_they_come_back_by_twice_as_many_each_after_a_pause() -> None:
+    crowding = Crowding(6)
+    assert steps(crowding, 0.1, 4) == [6, 6, 3, 3]
+    assert steps(crowding, 0.95, 2 * FIRST_PAUSE + 64 + 2) == [1] * 32 + [2] * 64 + [4] * 2
+    assert steps(crowding, 0.95, 63) == [4] * 62 + [6]
+
+
+def test_two_threads_that_are_as_fast_as_one_stay_and_slower_ones_do_not() -> None:
+    """One of two that gets half of its core makes it 0.75."""
+    crowding = Crowding(2)
+    assert steps(crowding, 0.75, 200) == [2] * 200
+    assert steps(crowding, 0.65, 10)[-1] == 1
+
+
+@pytest.mark.parametrize("share", [0.75, 0.84])
+def test_a_share_that_is_neither_good_nor_bad_does_not_shorten_the_next_pause(share: float) -> None:
+    crowding = Crowding(2)
+    steps(crowding, 0.5, 3 + FIRST_PAUSE)
+    assert steps(crowding, share, 100) == [2] * 100
+    assert steps(crowding, 0.2, 60).count(1) >= 2 * FIRST_PAUSE
+
+
+def test_the_pause_grows_whatever_the_share_that_is_too_small() -> None:
+    crowding = Crowding(2)
+    assert steps(crowding, 0.65, 1000).count(2) == 6 * 7  # and not in every pause of 16
+
+
 def test_a_single_thread_stays_one() -> None:
     crowding = Crowding(1)
     for _ in range(50):

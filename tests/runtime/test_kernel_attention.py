@@ -19,7 +19,7 @@ from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.chunks import Chunks, cut_into_chunks
 from anaphora.runtime.cpu_step import tiles_allowed
 from anaphora.runtime.inputs import StepInputs, build_inputs
-from anaphora.runtime.kernels import attention, step, tiles
+from anaphora.runtime.kernels import attention, step, tile_attention, tiles
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.products import spread
 
@@ -141,7 +141,7 @@ class Case:
         tops, sums = (np.zeros((count, self.heads), np.float32) for _ in range(2))
         partials = np.zeros((count, self.heads, self.head_dim), np.float32)
         scores = np.zeros(self.group * attention.CHUNK_TOKENS, np.float32)
-        room = np.zeros(attention.tile_bytes(self.head_dim), np.uint8)
+        room = np.zeros(tile_attention.tile_bytes(self.head_dim), np.uint8)
         if use_tiles:
             configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
             configure(configuration.ctypes.data)
@@ -152,11 +152,13 @@ class Case:
             sizes = (self.heads, self.kv_heads, np.float32(SCALE), np.float32(self.cap))
             results = (tops, sums, partials, dims, element)
             if use_tiles:
-                attention.attend_chunk_by_tiles(
-                    self.query.data_ptr(), *common, *readers, *sizes, room.ctypes.data, *results
-                )
+                for head in range(self.kv_heads):
+                    tile_attention.attend_head_by_tiles(
+                        self.query.data_ptr(), *common, *readers, head, *sizes, room.ctypes.data, *results[:-1]
+                    )
             else:
-                attention.attend_chunk(operands.ctypes.data, *common, *readers, *sizes, scores, *results)
+                heads = (0, self.kv_heads)
+                attention.attend_chunk(operands.ctypes.data, *common, *readers, *heads, *sizes, scores, *results)
         out = torch.empty_like(self.query)
         sinks = 0 if self.sinks is None else self.sinks.data_ptr()
         sizes = (len(self.positions), self.heads, self.head_dim, np.float32(SCALE))

@@ -84,6 +84,7 @@ BORDERS: list[list[Plan]] = [
     [[(0, 0, 15), (1, 0, 16), (2, 0, 17), (3, 0, 1)], [(0, 15, 1), (1, 16, 1), (2, 17, 33), (3, 1, 31)]],
     [[(0, 0, 255), (1, 0, 256), (2, 0, 257)], [(0, 255, 1), (1, 256, 1), (2, 257, 255), (3, 0, 40)]],
     [[(0, 0, 500)], [(0, 500, 12)], [(0, 512, 1)], [(0, 513, 70)]],
+    [[(0, 0, 630)], [(0, 630, 9), (1, 0, 3)]],
     [[(row, 0, 3) for row in range(20)], [(row, 3, 1) for row in range(20)] + [(20, 0, 300)]],
 ]
 
@@ -118,8 +119,9 @@ def test_every_token_is_as_near_to_float32_as_the_librarys(
 def test_a_tokens_bits_depend_on_neither_threads_nor_company(every_step: None) -> None:
     module = make("LlamaConfig", "LlamaForCausalLM", head_dim=32, num_hidden_layers=2).to(torch.bfloat16)
     forward = make_forward(module, inspect_model(module, 1024), fast=True)
-    alone = run(module, forward, [[(5, 0, 300)], [(5, 300, 100)]])
+    alone = run(module, forward, [[(5, 0, 300)], [(5, 300, 100)], [(5, 400, 220)], [(5, 620, 4)]])
     plans: list[Plan] = [[(1, 0, 37), (5, 0, 300), (2, 0, 1)], [(3, 0, 450), (5, 300, 100)]]
+    plans += [[(4, 0, 7), (5, 400, 220)], [(6, 0, 100), (5, 620, 4)]]
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         together = run(module, forward, plans)
@@ -127,6 +129,8 @@ def test_a_tokens_bits_depend_on_neither_threads_nor_company(every_step: None) -
         # In the packed batch a single token comes first.
         assert torch.equal(together[0][1][38:338], alone[0][1])
         assert torch.equal(together[1][1][450:550], alone[1][1])
+        assert torch.equal(together[2][1][7:227], alone[2][1])
+        assert torch.equal(together[3][1][100:104], alone[3][1])  # alone, its keys are shared out by spans
 
 
 @needs_tiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from anaphora.engine.multimodal import NamedImage
 from anaphora.errors import InvalidParameterError
 from anaphora.server.config import ServerConfig
+from anaphora.server.name_lookup import NameLookup
 from anaphora.server.remote_images import MAX_REDIRECTS, RemoteImages, is_public
 
 Site = tuple[int, list[str]]
@@ -74,7 +76,7 @@ def remote(names: dict[str, list[str]], *, allowed: Callable[[str], bool] | None
     config = ServerConfig(allow_remote_images=True, **limits)
     return RemoteImages(
         config,
-        resolve=lambda host, port: names[host],
+        NameLookup(lambda host, port: names[host]),
         is_allowed=allowed or (lambda address: address == LOCAL),
     )
 
@@ -137,7 +139,7 @@ def test_an_image_is_fetched_from_the_address_that_was_checked(site: Site) -> No
         asked.append(host)
         return [LOCAL] if len(asked) == 1 else ["10.0.0.1"]  # a second look would find another one
 
-    images = RemoteImages(ServerConfig(), resolve=resolve, is_allowed=lambda address: address == LOCAL)
+    images = RemoteImages(ServerConfig(), NameLookup(resolve), is_allowed=lambda address: address == LOCAL)
     assert fetch(images, f"http://example.test:{port}/image/5") == b"xxxxx"
     assert asked == ["example.test"] and hosts == [f"example.test:{port}"]
 
@@ -152,7 +154,7 @@ def test_a_name_with_any_address_that_is_not_public_is_refused(site: Site, addre
 
 def test_the_default_refuses_this_machine(site: Site) -> None:
     port, hosts = site
-    images = RemoteImages(ServerConfig(allow_remote_images=True))
+    images = RemoteImages(ServerConfig(allow_remote_images=True), NameLookup())
     for host in ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0"):
         with pytest.raises(InvalidParameterError):
             fetch(images, f"http://{host}:{port}/image/5")
@@ -187,6 +189,78 @@ def test_size_and_time_have_ends(site: Site) -> None:
     with pytest.raises(InvalidParameterError, match=r"within 0.2 s"):
         fetch(remote(names, remote_image_timeout_s=0.2), f"http://a.test:{port}/head")
     assert time.monotonic() - begin_s < 2.5  # of the five seconds that it would go on
+
+
+@pytest.fixture
+def slow_names() -> Iterator[Callable[[str, int], list[str]]]:
+    """A resolver that answers when the test is over."""
+    over = threading.Event()
+
+    def resolve(host: str, port: int) -> list[str]:
+        over.wait(10)
+        return [LOCAL]
+
+    yield resolve
+    over.set()
+
+
+@pytest.mark.timing
+def test_a_name_that_is_not_found_in_time_holds_nobody(slow_names: Callable[[str, int], list[str]]) -> None:
+    config = ServerConfig(allow_remote_images=True, remote_image_timeout_s=0.2)
+    begin_s = time.monotonic()
+    with pytest.raises(InvalidParameterError, match=r"within 0.2 s"):
+        fetch(RemoteImages(config, NameLookup(slow_names)), "http://a.test/x")
+    assert time.monotonic() - begin_s < 2.5  # of the ten seconds that the resolver takes
+
+
+def test_look_ups_that_hang_are_few(slow_names: Callable[[str, int], list[str]]) -> None:
+    hung: list[str] = []
+
+    def resolve(host: str, port: int) -> list[str]:
+        hung.append(host)
+        return slow_names(host, port)
+
+    names = NameLookup(resolve, max_pending=2)
+    for name in ("a", "b", "c", "d"):
+        with pytest.raises(TimeoutError):
+            names.find(name, 80, 0.05)
+    assert hung == ["a", "b"]
+
+
+@pytest.mark.parametrize("outcome", [OSError("no such name"), UnicodeError("label too long"), ["10.0.0.1"]])
+def test_a_look_up_makes_room_whatever_came_of_it(outcome: Exception | list[str]) -> None:
+    def resolve(host: str, port: int) -> list[str]:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    names = NameLookup(resolve, max_pending=1)
+    for _ in range(3):
+        if isinstance(outcome, Exception):
+            with pytest.raises(type(outcome), match=str(outcome)):
+                names.find("a", 80, 5)
+        else:
+            assert names.find("a", 80, 5) == outcome
+
+
+@pytest.mark.timing
+def test_a_handshake_that_trickles_has_an_end() -> None:
+    """A TLS record of 16 KiB, a byte now and then: each read comes in time, the whole never does."""
+    with socket.create_server((LOCAL, 0)) as server:
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                client, _ = server.accept()
+                client.sendall(b"\x16\x03\x03\x40\x00")
+                for _ in range(100):
+                    client.sendall(b"\x02")
+                    time.sleep(0.05)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        begin_s = time.monotonic()
+        with pytest.raises(InvalidParameterError, match=r"within 0.2 s"):
+            fetch(remote({"a.test": [LOCAL]}, remote_image_timeout_s=0.2), f"https://a.test:{server.getsockname()[1]}/")
+        assert time.monotonic() - begin_s < 2.5
 
 
 @pytest.mark.parametrize(

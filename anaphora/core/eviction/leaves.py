@@ -13,8 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from anaphora.core.block_contents import NO_LINEAGE
-from anaphora.core.ids import BlockId, Lineage
+from anaphora.core.ids import NO_LINEAGE, BlockId, Lineage
 from anaphora.core.prefix_index import PrefixIndex
 
 

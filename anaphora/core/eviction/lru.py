@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from anaphora.core.hashing import common_length
+from anaphora.core.common_length import common_length
 from anaphora.core.ids import BlockId
 from anaphora.core.prefix_index import PrefixIndex
 

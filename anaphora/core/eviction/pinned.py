@@ -22,9 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from anaphora.core.block_contents import NO_LINEAGE
 from anaphora.core.eviction.base import EvictionPolicy
-from anaphora.core.ids import BlockId, Lineage
+from anaphora.core.ids import NO_LINEAGE, BlockId, Lineage
 from anaphora.core.prefix_index import PrefixIndex
 from anaphora.errors import ConfigError
 from anaphora.sampling_params import MAX_CACHE_PRIORITY

@@ -13,21 +13,11 @@ import math
 import numpy as np
 
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.exponentials import exponentials, largest, shorten, soft_cap
-from anaphora.runtime.kernels.parts import copy_elements
+from anaphora.runtime.kernels.exponentials import exponentials, largest, soft_cap
 from anaphora.runtime.kernels.products import score, weigh
-from anaphora.runtime.kernels.tiles import TILE_BYTES, multiply_tiles, pack_keys, pack_values
 from anaphora.runtime.kernels.vectors import address_of, load_element, num_lanes, store_element
 
 CHUNK_TOKENS = 256
-
-# Queries of one K/V head from which on packing the chunk for the tile unit pays.
-TILE_QUERIES = 12
-
-
-def tile_bytes(head_dim: int) -> int:
-    """What `attend_chunk_by_tiles` needs: keys, values, scores, weights, results, queries."""
-    return 2 * CHUNK_TOKENS * 2 * head_dim + 16 * 6 * CHUNK_TOKENS + 16 * 6 * head_dim
 
 
 @kernel
@@ -54,10 +44,10 @@ def soften(line, lead, first, end, slot, head, scale, cap, tops, sums):
 
 @kernel
 def attend_chunk(
-    queries, keys, values, rows, tokens, first, visible, slots, num_heads, num_kv_heads, scale, cap, scores, tops, sums,
-    partials, head_dim, element,
+    queries, keys, values, rows, tokens, first, visible, slots, first_head, last_head, num_heads, num_kv_heads, scale,
+    cap, scores, tops, sums, partials, head_dim, element,
 ):  # fmt: skip
-    """One chunk for every new token that sees some of it.
+    """K/V heads [first_head, last_head) of one chunk for every new token that sees some of it.
 
     queries: address of operands (see products.spread) [tokens, num_heads, head_dim].
     keys, values: addresses of a layer's pool.
@@ -74,7 +64,7 @@ def attend_chunk(
     at_once = max(1, min(4, 16 * 16 // dim // (32 // lanes)))  # heads whose values fit into registers together
     stride = 4 * CHUNK_TOKENS
     scores_at = address_of(scores)
-    for kv_head in range(num_kv_heads):
+    for kv_head in range(first_head, last_head):
         offset = kv_head * dim * len(element)
         for j in range(len(tokens)):
             skipped = first[j]
@@ -105,66 +95,6 @@ def attend_chunk(
                 else:
                     weigh(line, stride, values + offset, seen, count, out, 4 * dim, (0,), head_dim, element)
                     g += 1
-
-
-@kernel
-def attend_chunk_by_tiles(
-    queries, keys, values, rows, tokens, first, visible, slots, num_heads, num_kv_heads, scale, cap, room, tops, sums,
-    partials, head_dim, element,
-):  # fmt: skip
-    """The same by the tile unit, for bfloat16. queries: address of elements; room: of `tile_bytes` bytes.
-
-    Keys and values of the chunk are packed once for each K/V head, then 16 queries at a time read them.
-    """
-    dim = 16 * len(head_dim)
-    group = num_heads // num_kv_heads
-    lanes = num_lanes()
-    count = 0
-    for j in range(len(tokens)):
-        count = max(count, visible[j])
-    steps = (count + 31) // 32
-    row_bytes = 2 * dim
-    key_block, value_block = TILE_BYTES * dim // 32, TILE_BYTES * (CHUNK_TOKENS // 32)
-    packed_keys = room
-    packed_values = packed_keys + CHUNK_TOKENS * row_bytes
-    scores = packed_values + CHUNK_TOKENS * row_bytes
-    weights = scores + 16 * 4 * CHUNK_TOKENS
-    results = weights + 16 * 2 * CHUNK_TOKENS
-    gathered = results + 16 * 4 * dim
-    num_rows = len(tokens) * group
-    for kv_head in range(num_kv_heads):
-        offset = kv_head * row_bytes
-        for t in range(2 * steps):
-            pack_keys(keys + offset, rows + 8 * 16 * t, dim, packed_keys + t * key_block)
-        for t in range(steps):
-            place = packed_values + t * TILE_BYTES
-            pack_values(values + offset, rows + 8 * 32 * t, place, value_block, head_dim)
-        for batch in range(0, num_rows, 16):
-            here = min(16, num_rows - batch)
-            for i in range(here):
-                head = kv_head * group + (batch + i) % group
-                query = queries + (tokens[(batch + i) // group] * num_heads + head) * row_bytes
-                copy_elements(query, gathered + i * row_bytes, dim, element)
-            for t in range(0, 2 * steps, 2):
-                multiply_tiles(
-                    gathered, row_bytes, packed_keys + t * key_block, key_block, dim, scores + 64 * t,
-                    4 * CHUNK_TOKENS, (0,), (0, 0),
-                )  # fmt: skip
-            for i in range(here):
-                j, head = (batch + i) // group, kv_head * group + (batch + i) % group
-                line = scores + i * 4 * CHUNK_TOKENS
-                lead = first[j] // lanes * lanes
-                soften(line, lead, first[j], visible[j], slots[j], head, scale, cap, tops, sums)
-                fill(line, 0, first[j], 0)
-                shorten(line, visible[j], weights + i * 2 * CHUNK_TOKENS, 32 * steps)
-            for d in range(0, dim // 16, 2):
-                multiply_tiles(
-                    weights, 2 * CHUNK_TOKENS, packed_values + d * value_block, value_block, 32 * steps,
-                    results + 64 * d, 4 * dim, (0,), (0, 0),
-                )  # fmt: skip
-            for i in range(here):
-                j, head = (batch + i) // group, kv_head * group + (batch + i) % group
-                copy_elements(results + i * 4 * dim, address_of(partials[slots[j], head]), dim, (0, 0, 0, 0))
 
 
 @kernel

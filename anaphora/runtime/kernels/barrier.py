@@ -24,6 +24,9 @@ COUNT, GENERATION, ABANDONED = 0, 8, 16
 
 BARRIER_SIZE = 24
 
+CLAIMS_SIZE = 24
+"""Of the memory of `claim`: three counters, zero at first, 8 apart as well."""
+
 
 @intrinsic
 def _add(tc, address, value):
@@ -83,3 +86,18 @@ def meet(barrier, num_threads):
                 return False
             _give_way()
     return True
+
+
+@kernel
+def claim(claims, turn):
+    """The first number, from 0 on, that no thread has got in this turn.
+
+    claims: the address of CLAIMS_SIZE int64. turn: counts the threads' meetings; `begin_turn` comes first.
+    """
+    return _add(claims + 64 * (turn % 3), 1)
+
+
+@kernel
+def begin_turn(claims, turn):
+    """By every thread, before its first claim: makes ready the next turn's counter, which nobody reads yet."""
+    _store(claims + 64 * ((turn + 1) % 3), 0)

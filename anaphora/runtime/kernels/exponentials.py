@@ -32,6 +32,26 @@ def _power_of_two(v: Vectors, y: Any) -> Any:
     return b.select(b.fcmp_unordered("uno", y, y), y, power)
 
 
+# The same to a relative error of 3e-6, for what is rounded to bfloat16.
+_SHORT_COEFFICIENTS = (9.56051e-3, 5.591704e-2, 2.4024981e-1, 6.9312197e-1, 9.9999919e-1)
+
+
+def short_power_of_two(v: Vectors, y: Any) -> Any:
+    """2 ** y; NaN of NaN and of minus infinity. Only for AVX-512, which every CPU with a tile unit has."""
+    b, mask = v.builder, ir.IntType(16)
+    whole = v.each("rint", y)
+    f = b.fsub(y, whole)
+    result = v.constant(_SHORT_COEFFICIENTS[0])
+    for factor in _SHORT_COEFFICIENTS[1:]:
+        result = v.fma(result, f, v.constant(factor))
+    kinds = [v.type, v.type, v.type, mask, I32]
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(v.type, kinds), "llvm.x86.avx512.mask.scalef.ps.512"
+    )
+    current_rounding = 4
+    return b.call(function, [result, whole, v.zero, ir.Constant(mask, -1), ir.Constant(I32, current_rounding)])
+
+
 def _vectors_of(v: Vectors, count: Any, visit: Any) -> None:
     """visit(begin, whole vectors' mask None, or the last one's mask) for `count` numbers, `lanes` at a time."""
     b = v.builder
@@ -161,18 +181,3 @@ def soft_cap(tc, address, count, inner, outer):
         _vectors_of(v, count, visit)
 
     return void(build, types.void(address, count, types.float32, types.float32), (4,))
-
-
-@intrinsic
-def shorten(tc, source, count, out, room):
-    """`count` float32 as bfloat16, and zeros behind them up to `room` (a multiple of 16)."""
-
-    def build(v: Vectors, arguments: Any, _: tuple[int, ...]) -> None:
-        source, count, out, room = arguments
-        b = v.builder
-        with cgutils.for_range_slice(b, v.number(0), room, v.number(v.lanes), I64) as (n, _):
-            value = v.load_floats(b.add(source, b.mul(n, v.number(4))))
-            value = b.select(v.before(b.sub(count, n)), value, v.zero)
-            v.store_elements(value, b.add(out, b.mul(n, v.number(2))))
-
-    return void(build, types.void(source, count, out, room), (2,))

@@ -1,9 +1,10 @@
 """Attention of many new tokens by the tile unit, in panels: scores, softmax and weighted values of 16 tokens at a time.
 
 Knows addresses, rows and panels; knows nothing of blocks and requests. Keys and values of CHUNK_TOKENS tokens of a
-sequence are brought together once for each K/V head, then every panel of the thread reads them. A score's row is a
-key and its lane a token, so the softmax needs no sums across lanes. The largest score so far, the sum of exponentials
-and the values that they weigh go along from chunk to chunk. Borders are multiples of CHUNK_TOKENS, whoever computes.
+sequence are brought together once for each K/V head, then every panel of the unit reads them. A score's row is a key
+and its lane a token, so the softmax needs no sums across lanes. Within a span of SPAN_TOKENS keys the largest score so
+far, the sum of exponentials and the values that they weigh go along from chunk to chunk; then spans are merged, first
+to last. Borders are multiples of these, whoever computes, so who computes a span changes no bit.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.panels import pair, store_pairs
+from anaphora.runtime.kernels.panel_softmax import (
+    STATE_BYTES,
+    begin_panel,
+    finish_panel,
+    merge_panels,
+    rescale_panel,
+    see_less,
+    soften,
+)
+from anaphora.runtime.kernels.panels import store_pairs
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
-from anaphora.runtime.kernels.vectors import F32, I32, I64, Vectors, length
+from anaphora.runtime.kernels.vectors import I32, I64, Vectors, length
 
 CHUNK_TOKENS = 256
 
-LOWEST = -1e30
-"""The largest score before there is one: finite, so that a difference of two is a number."""
-
-STATE_BYTES = 3 * 64
-"""Of one head of a panel: largest score, sum of exponentials, what the last chunk made of earlier ones."""
-
-# 2 ** f for |f| <= 1/2, highest power first: relative error 3e-6, as weights are rounded to bfloat16.
-_COEFFICIENTS = (9.56051e-3, 5.591704e-2, 2.4024981e-1, 6.9312197e-1, 9.9999919e-1)
-_LOG2_E = 1.4426950408889634
+SPAN_TOKENS = 2 * CHUNK_TOKENS
 
 PANEL, LEAST, MOST = range(3)
 """Columns of `items`: a panel, and the least and most keys of the sequence that one of its 16 tokens sees."""
@@ -41,31 +43,10 @@ def chunk_bytes(head_dim: int) -> int:
     return 2 * CHUNK_TOKENS * 2 * head_dim + CHUNK_TOKENS * (64 + 32) + 64
 
 
-def result_bytes(head_dim: int) -> int:
-    """Room for one head of an item of a thread."""
+@kernel
+def result_bytes(head_dim):
+    """Room for one head of an item."""
     return 64 * head_dim + STATE_BYTES
-
-
-def _power_of_two(v: Vectors, y: Any) -> Any:
-    """2 ** y; NaN of NaN."""
-    b, mask = v.builder, ir.IntType(16)
-    whole = v.each("rint", y)
-    f = b.fsub(y, whole)
-    result = v.constant(_COEFFICIENTS[0])
-    for factor in _COEFFICIENTS[1:]:
-        result = v.fma(result, f, v.constant(factor))
-    kinds = [v.type, v.type, v.type, mask, I32]
-    function = cgutils.get_or_insert_function(
-        b.module, ir.FunctionType(v.type, kinds), "llvm.x86.avx512.mask.scalef.ps.512"
-    )
-    current_rounding = 4
-    return b.call(function, [result, whole, v.zero, ir.Constant(mask, -1), ir.Constant(I32, current_rounding)])
-
-
-def _splat(v: Vectors, number: Any) -> Any:
-    """An int64 in every lane, as int32."""
-    b = v.builder
-    return b.bitcast(v.splat(b.bitcast(b.trunc(number, I32), F32)), ir.VectorType(I32, 16))
 
 
 @intrinsic
@@ -156,145 +137,35 @@ def accumulate(tc, rows, tile_bytes, stride, step_bytes, operand, count, out, nu
 
 
 @intrinsic
-def soften(tc, scores, whole, blocks, visible, scale, state, weights):
-    """Softmax of one more chunk of scores [keys, 16]: weights as an operand whose pairs are the keys i and i + 16.
-
-    blocks: of 32 keys; every token sees all keys of the first `whole` of them. visible: int32 [16].
-    """
+def fetch_rows(tc, base, rows, num_rows, num_bytes):
+    """Ask for what lies at `base + rows[i]`, which is read soon. num_bytes: of each, a multiple of 64."""
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        scores, whole, blocks, visible, scale, state, weights = arguments
-        b, wide = v.builder, ir.VectorType(I32, 16)
-        seen = v.load(visible, wide, 4)
-        lowest = v.constant(LOWEST)
-        before = v.load_floats(state)
-        best = cgutils.alloca_once_value(b, before)
-        total = cgutils.alloca_once_value(b, v.zero)
-
-        def sees(key: Any) -> Any:
-            return b.icmp_signed("<", _splat(v, key), seen)
-
-        def greatest(block: Any, masked: bool) -> None:
-            place = b.add(scores, b.mul(block, v.number(32 * 64)))
-            found = b.load(best)
-            for i in range(32):
-                value = v.load_floats(v.at(place, 64 * i))
-                if masked:
-                    value = b.select(sees(v.at(b.mul(block, v.number(32)), i)), value, lowest)
-                found = b.select(b.fcmp_ordered(">", value, found), value, found)
-            b.store(found, best)
-
-        for begin, end, masked in ((v.number(0), whole, False), (whole, blocks, True)):
-            with cgutils.for_range_slice(b, begin, end, v.number(1), I64) as (block, _):
-                greatest(block, masked)
-        top, factor = b.load(best), v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E)))
-        shift = b.fneg(b.fmul(top, factor))
-        kept = _power_of_two(v, b.fmul(b.fsub(before, top), factor))
-
-        def weigh(block: Any, masked: bool) -> None:
-            place, target = b.add(scores, b.mul(block, v.number(32 * 64))), b.add(weights, b.mul(block, v.number(1024)))
-            added = b.load(total)
-            for i in range(16):
-                both = []
-                for key in (i, i + 16):
-                    value = _power_of_two(v, v.fma(v.load_floats(v.at(place, 64 * key)), factor, shift))
-                    if masked:
-                        value = b.select(sees(v.at(b.mul(block, v.number(32)), key)), value, v.zero)
-                    both.append(value)
-                added = b.fadd(added, b.fadd(*both))
-                # Half up is near enough, and no NaN is lost, as the sum has it.
-                low, high = (b.add(b.bitcast(value, wide), ir.Constant(wide, [0x8000] * 16)) for value in both)
-                low = b.lshr(low, ir.Constant(wide, [16] * 16))
-                pairs = b.or_(low, b.and_(high, ir.Constant(wide, [-65536] * 16)))
-                store_pairs(v, pairs, v.at(target, 64 * i))
-            b.store(added, total)
-
-        for begin, end, masked in ((v.number(0), whole, False), (whole, blocks, True)):
-            with cgutils.for_range_slice(b, begin, end, v.number(1), I64) as (block, _):
-                weigh(block, masked)
-        v.store_floats(top, state)
-        v.store_floats(v.fma(v.load_floats(v.at(state, 64)), kept, b.load(total)), v.at(state, 64))
-        v.store_floats(kept, v.at(state, 128))
-
-    signature = types.void(scores, whole, blocks, visible, scale, state, weights)
-    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
-
-
-@intrinsic
-def begin_panel(tc, panel, count, state):
-    """No values yet, and no score."""
-
-    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        panel, count, state = arguments
+        base, rows, num_rows, num_bytes = arguments
         b = v.builder
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(1), I64) as (n, _):
-            v.store_floats(v.zero, b.add(panel, b.mul(n, v.number(64))))
-        v.store_floats(v.constant(LOWEST), state)
-        v.store_floats(v.zero, v.at(state, 64))
+        with cgutils.for_range_slice(b, v.number(0), num_rows, v.number(1), I64) as (i, _):
+            place = b.add(base, v.load(b.add(rows, b.mul(i, v.number(8))), I64, 8))
+            with cgutils.for_range_slice(b, v.number(0), num_bytes, v.number(64), I64) as (n, _):
+                v.fetch(b.add(place, n))
 
-    signature = types.void(panel, count, state)
-    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
-
-
-@intrinsic
-def rescale_panel(tc, panel, count, factors):
-    """panel [count, 16] *= factors [16]."""
-
-    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        panel, count, factors = arguments
-        b, factor = v.builder, v.load_floats(factors)
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(1), I64) as (n, _):
-            place = b.add(panel, b.mul(n, v.number(64)))
-            v.store_floats(b.fmul(v.load_floats(place), factor), place)
-
-    signature = types.void(panel, count, factors)
-    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
-
-
-@intrinsic
-def finish_panel(tc, panel, count, state, out):
-    """Weighted values over their sums as an operand; lanes without any keep what `out` holds."""
-
-    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        panel, count, state, out = arguments
-        b, total, kind = v.builder, v.load_floats(v.at(state, 64)), ir.VectorType(I32, 16)
-        nothing = b.fcmp_ordered("==", total, v.zero)
-        factor = b.fdiv(v.constant(1.0), total)
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(2), I64) as (n, _):
-            place, target = b.add(panel, b.mul(n, v.number(64))), b.add(out, b.mul(n, v.number(32)))
-            pairs = pair(v, *(b.fmul(v.load_floats(v.at(place, 64 * i)), factor) for i in range(2)))
-            store_pairs(v, b.select(nothing, v.load(target, kind, 4), pairs), target)
-
-    signature = types.void(panel, count, state, out)
-    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
-
-
-@intrinsic
-def see_less(tc, visible, count, out):
-    """out [16] = visible [16] - count, int32."""
-
-    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        visible, count, out = arguments
-        b, wide = v.builder, ir.VectorType(I32, 16)
-        store_pairs(v, b.sub(v.load(visible, wide, 4), _splat(v, count)), out)
-
-    signature = types.void(visible, count, out)
+    signature = types.void(base, rows, num_rows, num_bytes)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
 @kernel
 def attend_panels(
-    queries, keys, values, rows, num_keys, items, visible, kv_head, num_heads, num_kv_heads, scale, room, results,
-    dim,
+    queries, keys, values, rows, first_key, end_key, items, visible, kv_head, num_heads, num_kv_heads, scale, room,
+    results, apart, dim,
 ):  # fmt: skip
-    """Attention of one sequence's items, for the query heads of one K/V head.
+    """Attention of one sequence's items, for the query heads of one K/V head, to keys [first_key, end_key).
 
     An item is a panel, some of whose tokens are of the sequence.
 
-    queries: address of operands [panels, num_heads, dim]; each is replaced by its result.
-    rows: address of the byte offsets of the sequence's keys, readable up to a multiple of CHUNK_TOKENS. num_keys: that
-    are seen by any. items: int64 [n, 3]. visible: address of int32 [n, 16], 0 for tokens of others.
-    room, results: addresses of `chunk_bytes`, and of `result_bytes` for every item and head of a group.
+    queries: address of operands [panels, num_heads, dim]; each is replaced by its result, if `apart` is false.
+    rows: address of the byte offsets of the sequence's keys, readable up to a multiple of CHUNK_TOKENS. first_key: a
+    multiple of SPAN_TOKENS. items: int64 [n, 3]. visible: address of int32 [n, 16], 0 for tokens of others.
+    room: address of `chunk_bytes`. results: of `result_bytes` for every item and head of a group; twice as many, for a
+    span and those before it; or, `apart`, once for the only span, which stays there for `merge_spans`.
     """
     group = num_heads // num_kv_heads
     packed_values = room + CHUNK_TOKENS * 2 * dim
@@ -304,10 +175,19 @@ def attend_panels(
     tile_row, value_bytes = 16 * 2 * dim, CHUNK_TOKENS // 32 * TILE_BYTES
     own = 64 * dim + STATE_BYTES
     offset = kv_head * dim * 2
-    for n in range(len(items) * group):
-        begin_panel(results + n * own, dim, results + n * own + 64 * dim)
-    for start in range(0, num_keys, CHUNK_TOKENS):
-        here = min(CHUNK_TOKENS, num_keys - start)
+    num_results = len(items) * group
+    span = results
+    for start in range(first_key, end_key, CHUNK_TOKENS):
+        if start % SPAN_TOKENS == 0:
+            # The first span stays where it is, later ones lie behind it until they are merged with it.
+            if start > first_key + SPAN_TOKENS:
+                for n in range(num_results):
+                    merge_panels(results + n * own, span + n * own, dim, scale)
+            if start > first_key:
+                span = results + num_results * own
+            for n in range(num_results):
+                begin_panel(span + n * own, dim, span + n * own + 64 * dim)
+        here = min(CHUNK_TOKENS, end_key - start)
         row = rows + 8 * start
         place = row
         for t in range((here + 63) // 64 * 64):
@@ -315,6 +195,9 @@ def attend_panels(
             place += 8
         for t in range((here + 31) // 32):
             turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
+        ahead = min(CHUNK_TOKENS, end_key - start - here)
+        fetch_rows(keys + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
+        fetch_rows(values + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
         for n in range(len(items)):
             count = min(items[n, MOST] - start, CHUNK_TOKENS)
             if count <= 0:
@@ -325,7 +208,7 @@ def attend_panels(
             for g in range(group):
                 head = kv_head * group + g
                 query = queries + (items[n, PANEL] * num_heads + head) * dim * 32
-                panel = results + (n * group + g) * own
+                panel = span + (n * group + g) * own
                 state = panel + 64 * dim
                 for t in range(0, count, 64):
                     accumulate(
@@ -343,8 +226,20 @@ def attend_panels(
                     else:
                         accumulate(tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0), (0, 0))
                     d += 4
+    if apart:
+        return
     for n in range(len(items)):
         for g in range(group):
             panel = results + (n * group + g) * own
+            if span != results:
+                merge_panels(panel, panel + num_results * own, dim, scale)
             query = queries + (items[n, PANEL] * num_heads + kv_head * group + g) * dim * 32
             finish_panel(panel, dim, panel + 64 * dim, query)
+
+
+@kernel
+def merge_spans(first, step, num_spans, query, scale, dim):
+    """What `attend_panels` has left apart, `step` bytes from one span to the next, as the operand at `query`."""
+    for span in range(1, num_spans):
+        merge_panels(first, first + span * step, dim, scale)
+    finish_panel(first, dim, first + 64 * dim, query)

@@ -1,21 +1,17 @@
 """The layers of a decoder of the Llama type over many tokens, in one call on every thread, by the tile unit.
 
-Knows addresses and sizes; knows nothing of modules and plans. A step is shared out in one of two ways:
-
-    by panels    a panel of 16 tokens belongs to one thread; weights are read by every thread, once for each
-                 GROUP_PANELS of its own, whose operands stay in its cache meanwhile
-    by outputs   every thread has all panels and a part of each weight, so that a weight is read once in all; for steps
-                 so short that reading them takes the time
-
-Attention is shared out by keys either way: see runtime.panel_step. Weights are read as they lie in memory. A token's
-results depend neither on the way, nor on the other tokens of the step, nor on the number of threads.
+Knows addresses and sizes; knows nothing of modules and plans. Between two meetings of the threads there is a list of
+things to do, a block of outputs of GROUP_PANELS panels each, of which every thread takes the next as soon as it is
+free: one may be twice as fast as another, as virtual cores share what is real. Weights are read as they lie in memory,
+once for each group of panels. A token's results depend neither on who computes them, nor on the other tokens of the
+step, nor on the number of threads.
 """
 
 from __future__ import annotations
 
-from anaphora.runtime.kernels.barrier import meet
+from anaphora.runtime.kernels.barrier import begin_turn, claim, meet
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.panel_attention import attend_panels, chunk_bytes, copy_row
+from anaphora.runtime.kernels.panel_attention import attend_panels, copy_row, merge_spans, result_bytes
 from anaphora.runtime.kernels.panels import (
     add_panel_bias,
     add_to_panel,
@@ -24,10 +20,12 @@ from anaphora.runtime.kernels.panels import (
     normalise_panel,
     scale_panel,
     shorten_panel,
+    turn_operand,
     turn_panel,
     turn_to_rows,
 )
-from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
+from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, pack_rows, store_configuration
+from anaphora.runtime.kernels.vectors import fetch_lines
 
 # Columns of the table of addresses, one row a layer. 0: there is none.
 INPUT_NORM, QUERY, QUERY_BIAS, KEY, KEY_BIAS, VALUE, VALUE_BIAS, OUTPUT, OUTPUT_BIAS = range(9)
@@ -35,123 +33,147 @@ QUERY_NORM, KEY_NORM, MLP_NORM, GATE, GATE_BIAS, UP, UP_BIAS, DOWN, DOWN_BIAS = 
 KEY_POOL, VALUE_POOL = 18, 19
 
 # Places in the array of sizes.
-NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, BY_OUTPUTS = range(8)
+NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, OWN_BYTES = range(8)
 
 GROUP_PANELS = 16
 
-# Parts of a thread's own memory.
+BLOCK_WORDS = 32
+"""Of the vocabulary; one of fewer words is none for `run_head`."""
+
 CONFIGURATION_BYTES = 64
+"""Of a thread's own memory: the tile unit's configuration before the step."""
 
 
-def own_bytes(hidden_size: int, mlp_size: int, head_dim: int, result_bytes: int) -> int:
-    """What a thread needs for itself. result_bytes: for the results of all of its items."""
-    scratch = 2 * max(head_dim, 32) * 64 + 16 * 2 * head_dim
-    group = GROUP_PANELS * 32 * (hidden_size + mlp_size)
-    return CONFIGURATION_BYTES + scratch + group + chunk_bytes(head_dim) + result_bytes
+def own_bytes(hidden_size: int, head_dim: int, attention_bytes: int) -> int:
+    """What a thread needs for itself. attention_bytes: for a chunk, and the results of all items of a unit."""
+    scratch = 2 * max(head_dim, 32) * 64 + 16 * 2 * max(head_dim, 32)
+    return CONFIGURATION_BYTES + scratch + max(GROUP_PANELS * 32 * hidden_size, attention_bytes)
 
 
 @kernel
 def run_layers(
-    thread, num_threads, addresses, sizes, eps, scale, hidden, queries, cos, sin, slots, rows, sequences, items, units,
-    starts, visible, barrier, own, own_size, configuration,
+    thread, num_threads, addresses, sizes, eps, scale, hidden, queries, gated, cos, sin, slots, rows, sequences, items,
+    units, merges, visible, partials, barrier, claims, own, configuration,
 ):  # fmt: skip
     """Run layers over panels.
 
     addresses: int64 [layers, 20]. eps: float32 [layers, 4], of input norm, query norm, key norm, MLP norm.
     hidden: address of panels of bfloat16 [panels, hidden]; of every panel, 16 tokens. queries: of as many operands
-    [heads, head_dim]. cos, sin: of panels of float32 [panels, head_dim].
+    [heads, head_dim]. gated: of GROUP_PANELS operands [MLP]. cos, sin: of panels of float32 [panels, head_dim].
     slots: int64 [tokens]. rows: int64, where the keys of all sequences are, bytes from the layer's pool on.
     sequences: int64 [n, 2], the first of a sequence's rows, and how many there are. items: int64 [n, 3], see
-    attend_panels. visible: int32 [n, 16]. units: int64 [m, 4], a sequence, a K/V head and items [first, last) of the
-    sequence; starts: int64 [num_threads + 1], where each thread's units begin.
+    attend_panels; a sequence's in the order of what they see. visible: int32 [n, 16]. units: int64 [m, 7], a sequence,
+    a K/V head, items [first, last) and keys [first, last) of the sequence, and where among `partials` the results of
+    these keys go, -1 if they are all. merges: int64 [k, 5], a panel, a head, the first of its results, how many are
+    from one to the next, how many there are. claims: see barrier.claim; zeros.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, dim = sizes[MLP], sizes[HEAD_DIM]
     num_panels = (num_tokens + 15) // 16
-    # Which panels are this thread's, and which part of all outputs: all of the one, a share of the other.
-    lead, step, part, parts = thread, num_threads, 0, 1
-    if sizes[BY_OUTPUTS] != 0:
-        lead, step, part, parts = 0, 1, thread, num_threads
-    mine = (num_panels - lead + step - 1) // step
-    saved = own + thread * own_size
+    num_groups = (num_panels + GROUP_PANELS - 1) // GROUP_PANELS
+    saved = own + thread * sizes[OWN_BYTES]
     scratch = saved + CONFIGURATION_BYTES
     lines = scratch + 2 * max(dim, 32) * 64
-    plain = lines + 16 * 2 * dim
-    room = plain + GROUP_PANELS * 32 * size
-    gated = room + sizes[CHUNK_BYTES] + lead * own_size - thread * own_size
-    results = room + sizes[CHUNK_BYTES] + GROUP_PANELS * 32 * mlp_size
-    attended = num_heads * dim
-    num_units = num_heads + 2 * num_kv_heads
+    plain = lines + 16 * 2 * max(dim, 32)
+    attended, num_units = num_heads * dim, num_heads + 2 * num_kv_heads
     if not has_tiles():
         return
     store_configuration(saved)
     load_configuration(configuration)
+    turn = 0
     for layer in range(len(addresses)):
         a = addresses[layer]
-        for begin in range(0, mine, GROUP_PANELS):
-            count = min(GROUP_PANELS, mine - begin)
-            first_panel = lead + begin * step
-            for i in range(count):
-                panel = first_panel + i * step
-                normalise_panel(hidden + panel * size * 32, a[INPUT_NORM], eps[layer, 0], size, plain + i * size * 32)
-            for unit in range(part * num_units // parts, (part + 1) * num_units // parts):
-                kind, head = QUERY, unit
-                if unit >= num_heads + num_kv_heads:
-                    kind, head = VALUE, unit - num_heads - num_kv_heads
-                elif unit >= num_heads:
-                    kind, head = KEY, unit - num_heads
-                weight, bias = a[kind] + head * dim * 2 * size, a[kind + 1]
-                for i in range(0, count, 2):
-                    pair = min(2, count - i)
-                    for r in range(0, dim, 32):
-                        multiply(
-                            weight + r * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size,
-                            scratch + r * 64, dim * 64, pair,
-                        )  # fmt: skip
-                    for j in range(pair):
-                        panel, line = first_panel + (i + j) * step, scratch + j * dim * 64
-                        if bias != 0:
-                            add_panel_bias(line, bias + head * dim * 2, dim)
-                        if kind == QUERY and a[QUERY_NORM] != 0:
-                            scale_panel(line, a[QUERY_NORM], eps[layer, 1], dim)
-                        elif kind == KEY and a[KEY_NORM] != 0:
-                            scale_panel(line, a[KEY_NORM], eps[layer, 2], dim)
-                        if kind != VALUE:
-                            turn_panel(line, cos + panel * dim * 64, sin + panel * dim * 64, dim)
-                        if kind == QUERY:
-                            shorten_panel(line, dim, queries + (panel * num_heads + head) * dim * 32)
-                            continue
-                        turn_to_rows(line, dim, lines, 2 * dim)
-                        pool = a[KEY_POOL] if kind == KEY else a[VALUE_POOL]
-                        for t in range(min(16, num_tokens - 16 * panel)):
-                            place = pool + (slots[16 * panel + t] * num_kv_heads + head) * dim * 2
-                            copy_row(lines + t * 2 * dim, place, dim)
+        begin_turn(claims, turn)
+        todo, normed = claim(claims, turn), -1
+        while todo < num_groups * num_units:
+            group, unit = todo // num_units, todo % num_units
+            first_panel = group * GROUP_PANELS
+            count = min(GROUP_PANELS, num_panels - first_panel)
+            if normed != group:
+                for i in range(count):
+                    place = hidden + (first_panel + i) * size * 32
+                    normalise_panel(place, a[INPUT_NORM], eps[layer, 0], size, plain + i * size * 32)
+                normed = group
+            kind, head = QUERY, unit
+            if unit >= num_heads + num_kv_heads:
+                kind, head = VALUE, unit - num_heads - num_kv_heads
+            elif unit >= num_heads:
+                kind, head = KEY, unit - num_heads
+            weight, bias = a[kind] + head * dim * 2 * size, a[kind + 1]
+            todo = claim(claims, turn)
+            for i in range(0, count, 2):
+                pair = min(2, count - i)
+                for r in range(0, dim, 32):
+                    multiply(
+                        weight + r * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size,
+                        scratch + r * 64, dim * 64, pair,
+                    )  # fmt: skip
+                for j in range(pair):
+                    panel, line = first_panel + i + j, scratch + j * dim * 64
+                    if bias != 0:
+                        add_panel_bias(line, bias + head * dim * 2, dim)
+                    if kind == QUERY and a[QUERY_NORM] != 0:
+                        scale_panel(line, a[QUERY_NORM], eps[layer, 1], dim)
+                    elif kind == KEY and a[KEY_NORM] != 0:
+                        scale_panel(line, a[KEY_NORM], eps[layer, 2], dim)
+                    if kind != VALUE:
+                        turn_panel(line, cos + panel * dim * 64, sin + panel * dim * 64, dim)
+                    if kind == QUERY:
+                        shorten_panel(line, dim, queries + (panel * num_heads + head) * dim * 32)
+                        continue
+                    turn_to_rows(line, dim, lines, 2 * dim)
+                    pool = a[KEY_POOL] if kind == KEY else a[VALUE_POOL]
+                    for t in range(min(16, num_tokens - 16 * panel)):
+                        place = pool + (slots[16 * panel + t] * num_kv_heads + head) * dim * 2
+                        copy_row(lines + t * 2 * dim, place, dim)
+        turn += 1
         if not meet(barrier, num_threads):
             return
-        for u in range(starts[thread], starts[thread + 1]):
-            s, kv_head, first, last = units[u, 0], units[u, 1], units[u, 2], units[u, 3]
+        begin_turn(claims, turn)
+        todo = claim(claims, turn)
+        while todo < len(units):
+            s, kv_head, first, last = units[todo, 0], units[todo, 1], units[todo, 2], units[todo, 3]
+            begin_key, end_key, place = units[todo, 4], units[todo, 5], units[todo, 6]
+            results = partials + place * result_bytes(dim) if place >= 0 else plain + sizes[CHUNK_BYTES]
             attend_panels(
-                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[s, 0], sequences[s, 1], items[first:last],
-                visible + 64 * first, kv_head, num_heads, num_kv_heads, scale, room, results, dim,
+                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[s, 0], begin_key, end_key, items[first:last],
+                visible + 64 * first, kv_head, num_heads, num_kv_heads, scale, plain, results, place >= 0, dim,
             )  # fmt: skip
+            todo = claim(claims, turn)
+        turn += 1
         if not meet(barrier, num_threads):
             return
-        for begin in range(0, mine, GROUP_PANELS):
-            count = min(GROUP_PANELS, mine - begin)
-            first_panel = lead + begin * step
-            lines_of_hidden = hidden + first_panel * size * 32
+        if len(merges) > 0:
+            begin_turn(claims, turn)
+            todo = claim(claims, turn)
+            while todo < len(merges):
+                panel, head, first, apart = merges[todo, 0], merges[todo, 1], merges[todo, 2], merges[todo, 3]
+                merge_spans(
+                    partials + first * result_bytes(dim), apart * result_bytes(dim), merges[todo, 4],
+                    queries + (panel * num_heads + head) * dim * 32, scale, dim,
+                )  # fmt: skip
+                todo = claim(claims, turn)
+            turn += 1
+            if not meet(barrier, num_threads):
+                return
+        for first_panel in range(0, num_panels, GROUP_PANELS):
+            count = min(GROUP_PANELS, num_panels - first_panel)
+            group_hidden = hidden + first_panel * size * 32
             project(
-                a[OUTPUT], a[OUTPUT_BIAS], size, part, parts, queries + first_panel * attended * 32,
-                step * attended * 32, attended, lines_of_hidden, step * size * 32, count, scratch,
+                a[OUTPUT], a[OUTPUT_BIAS], size, queries + first_panel * attended * 32, attended, group_hidden, count,
+                scratch, claims, turn,
             )  # fmt: skip
-            if parts > 1 and not meet(barrier, num_threads):
+            turn += 1
+            if not meet(barrier, num_threads):
                 return
             for i in range(count):
-                place = lines_of_hidden + i * step * size * 32
-                normalise_panel(place, a[MLP_NORM], eps[layer, 3], size, plain + i * size * 32)
-            blocks = mlp_size // 16
-            for n in range(16 * (part * blocks // parts), 16 * ((part + 1) * blocks // parts), 16):
+                normalise_panel(group_hidden + i * size * 32, a[MLP_NORM], eps[layer, 3], size, plain + i * size * 32)
+            begin_turn(claims, turn)
+            todo = claim(claims, turn)
+            while todo < mlp_size // 16:
+                n = 16 * todo
                 gate, up = a[GATE] + n * 2 * size, a[UP] + n * 2 * size
+                todo = claim(claims, turn)
                 for i in range(0, count, 2):
                     pair = min(2, count - i)
                     multiply(gate, up - gate, 2 * size, plain + i * size * 32, size * 32, size, scratch, 32 * 64, pair)
@@ -162,14 +184,15 @@ def run_layers(
                         if a[UP_BIAS] != 0:
                             add_panel_bias(panel + 16 * 64, a[UP_BIAS] + 2 * n, 16)
                         gate_panel(panel, gated + (i + j) * mlp_size * 32 + n * 32)
-            if parts > 1 and not meet(barrier, num_threads):
+            turn += 1
+            if not meet(barrier, num_threads):
                 return
             project(
-                a[DOWN], a[DOWN_BIAS], size, part, parts, gated, mlp_size * 32, mlp_size, lines_of_hidden,
-                step * size * 32, count, scratch,
+                a[DOWN], a[DOWN_BIAS], size, gated, mlp_size, group_hidden, count, scratch, claims, turn
             )  # fmt: skip
-        if parts > 1 and not meet(barrier, num_threads):
-            return
+            turn += 1
+            if not meet(barrier, num_threads):
+                return
     load_configuration(saved)
     meet(barrier, num_threads)
 
@@ -184,20 +207,81 @@ def multiply(first, across, stride, operand, operand_bytes, count, out, out_byte
 
 
 @kernel
-def project(
-    weight, bias, size, part, parts, operand, operand_bytes, count, hidden, hidden_bytes, num_panels, scratch,
-):  # fmt: skip
-    """hidden += weight [size, count] × operand + bias, for this part of `size`; panels are hidden_bytes apart."""
-    blocks = size // 32
-    for n in range(32 * (part * blocks // parts), 32 * ((part + 1) * blocks // parts), 32):
+def project(weight, bias, size, operand, count, hidden, num_panels, scratch, claims, turn):
+    """hidden += weight [size, count] × operand + bias, for the outputs that this thread gets."""
+    begin_turn(claims, turn)
+    todo = claim(claims, turn)
+    while todo < size // 32:
+        n = 32 * todo
+        todo = claim(claims, turn)
         for i in range(0, num_panels, 2):
             pair = min(2, num_panels - i)
             multiply(
-                weight + n * 2 * count, 16 * 2 * count, 2 * count, operand + i * operand_bytes, operand_bytes, count,
+                weight + n * 2 * count, 16 * 2 * count, 2 * count, operand + i * count * 32, count * 32, count,
                 scratch, 32 * 64, pair,
             )  # fmt: skip
             for j in range(pair):
                 panel = scratch + j * 32 * 64
                 if bias != 0:
                     add_panel_bias(panel, bias + 2 * n, 32)
-                add_to_panel(hidden + (i + j) * hidden_bytes + n * 32, panel, 32)
+                add_to_panel(hidden + (i + j) * size * 32 + n * 32, panel, 32)
+
+
+@kernel
+def run_head(
+    thread, num_threads, sizes, hidden, norm, eps, normed, kept, num_kept, head, bias, num_words, logits, barrier,
+    claims, own, configuration,
+):  # fmt: skip
+    """The last norm of all tokens, and logits of some.
+
+    hidden: as in run_layers. norm, head, bias: addresses of weights; bias 0: none. normed: address of rows
+    [panels × 16, hidden] for what the norm gives. kept: int64, where rows of `normed` begin, in bytes, of num_kept
+    tokens, repeated up to a multiple of 16. logits: address of rows [num_kept, num_words].
+    """
+    size = sizes[HIDDEN]
+    num_panels = (sizes[NUM_TOKENS] + 15) // 16
+    saved = own + thread * sizes[OWN_BYTES]
+    scratch = saved + CONFIGURATION_BYTES
+    lines = scratch + 2 * 32 * 64
+    plain = lines + 16 * 2 * 32
+    if not has_tiles():
+        return
+    store_configuration(saved)
+    load_configuration(configuration)
+    begin_turn(claims, 0)
+    todo = claim(claims, 0)
+    while todo < num_panels:
+        normalise_panel(hidden + todo * size * 32, norm, eps, size, plain)
+        turn_operand(plain, size, normed + todo * 16 * 2 * size, 2 * size)
+        todo = claim(claims, 0)
+    turn = 1
+    for first in range(0, num_kept, 16 * GROUP_PANELS):
+        if not meet(barrier, num_threads):
+            return
+        count = min(GROUP_PANELS, (num_kept - first + 15) // 16)
+        for i in range(count):
+            pack_rows(normed, kept + 8 * (first + 16 * i), size, plain + i * size * 32)
+        begin_turn(claims, turn)
+        todo = claim(claims, turn)
+        while BLOCK_WORDS * todo < num_words:
+            # The last block takes words of the one before it again, if it has not 32 of its own.
+            n = min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS)
+            todo = claim(claims, turn)
+            fetch_lines(head + min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS) * 2 * size, BLOCK_WORDS * 2 * size)
+            for i in range(0, count, 2):
+                pair = min(2, count - i)
+                multiply(
+                    head + n * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size, scratch,
+                    32 * 64, pair,
+                )  # fmt: skip
+                for j in range(pair):
+                    panel = scratch + j * 32 * 64
+                    if bias != 0:
+                        add_panel_bias(panel, bias + 2 * n, 32)
+                    turn_to_rows(panel, 32, lines, 64)
+                    row = first + 16 * (i + j)
+                    for t in range(min(16, num_kept - row)):
+                        copy_row(lines + 64 * t, logits + ((row + t) * num_words + n) * 2, 32)
+        turn += 1
+    load_configuration(saved)
+    meet(barrier, num_threads)

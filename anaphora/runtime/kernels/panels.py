@@ -67,18 +67,31 @@ def multiply_panels(tc, first, second, stride, operand, operand_bytes, count, ou
     def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
         first, second, stride, operand, operand_bytes, count, out, out_bytes = arguments[:8]
         b = v.builder
-        for total in range(2 * panels):
-            tiles.zero(total)
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
-            column, row = b.mul(k, v.number(2)), b.mul(k, v.number(TILE_BYTES // 32))
-            tiles.load(4, b.add(first, column), stride)
-            tiles.load(5, b.add(second, column), stride)
-            for i in range(panels):
-                place = b.add(operand, b.add(row, b.mul(operand_bytes, v.number(i))))
-                tiles.load(6 + i, place, v.number(64))
+
+        def load(tile: int, k: Any) -> None:
+            if tile < 6:
+                tiles.load(tile, b.add((first, second)[tile - 4], b.mul(k, v.number(2))), stride)
+                return
+            place = b.add(operand, b.mul(operand_bytes, v.number(tile - 6)))
+            tiles.load_once(tile, b.add(place, b.mul(k, v.number(TILE_BYTES // 32))), v.number(64))
+
+        def multiply(k: Any) -> None:
+            """Each tile takes what comes next (k, None: nothing) as soon as its last product is on its way."""
             for i in range(panels):
                 for j in range(2):
                     tiles.multiply(2 * i + j, 4 + j, 6 + i)
+                    if k is not None and i == panels - 1:
+                        load(4 + j, k)
+                if k is not None:
+                    load(6 + i, k)
+
+        for total in range(2 * panels):
+            tiles.zero(total)
+        for tile in range(4, 6 + panels):
+            load(tile, v.number(0))
+        with cgutils.for_range_slice(b, v.number(32), count, v.number(32), I64) as (k, _):
+            multiply(k)
+        multiply(None)
         for i in range(panels):
             place = b.add(out, b.mul(out_bytes, v.number(i)))
             for j in range(2):
@@ -199,6 +212,23 @@ def turn_to_rows(tc, panel, count, out, row_bytes):
                 v.store_elements(line, b.add(row, b.mul(n, v.number(2))))
 
     signature = types.void(panel, count, out, row_bytes)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
+
+
+@intrinsic
+def turn_operand(tc, operand, count, out, row_bytes):
+    """An operand of `count` (a multiple of 32) numbers as 16 rows."""
+
+    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
+        operand, count, out, row_bytes = arguments
+        b, kind = v.builder, ir.VectorType(I32, 16)
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (n, _):
+            place = b.add(operand, b.mul(n, v.number(32)))
+            lines = transposed(v, [v.load(v.at(place, 64 * i), kind, 4) for i in range(16)])
+            for i, line in enumerate(lines):
+                store_pairs(v, line, b.add(b.add(out, b.mul(row_bytes, v.number(i))), b.mul(n, v.number(2))))
+
+    signature = types.void(operand, count, out, row_bytes)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 

@@ -13,13 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anaphora.runtime.kernels.attention import (
-    CHUNK_TOKENS,
-    attend_chunk,
-    attend_chunk_by_tiles,
-    merge,
-    tile_bytes,
-)
+from anaphora.runtime.kernels.attention import merge
 from anaphora.runtime.kernels.barrier import meet
 from anaphora.runtime.kernels.code_layout import PANEL_OUTPUTS, panel_bytes, row_bytes, scale_bytes
 from anaphora.runtime.kernels.codes import prepare_rows, product
@@ -36,6 +30,8 @@ from anaphora.runtime.kernels.parts import (
     store_line,
 )
 from anaphora.runtime.kernels.products import spread
+from anaphora.runtime.kernels.sharing import attend_chunks
+from anaphora.runtime.kernels.tile_attention import tile_bytes
 from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
 from anaphora.runtime.kernels.vectors import address_of, fetch_lines
 
@@ -102,9 +98,10 @@ def add_output(
 
 @kernel
 def run_step(
-    thread, num_threads, addresses, scales, sizes, numbers, cos, sin, slots, group_items, items, rows, query_tokens,
-    query_first, query_visible, query_slots, token_slots, keep, final, buffers, own, own_size, configuration, wide,
-    words, scores, tops, sums, partials, low_rank, adapters, narrow, head_dim, element, codes, head_codes,
+    thread, num_threads, addresses, scales, sizes, numbers, cos, sin, slots, group_items, work, items, rows,
+    query_tokens, query_first, query_visible, query_slots, token_slots, keep, final, buffers, own, own_size,
+    configuration, wide, words, scores, tops, sums, partials, low_rank, adapters, narrow, head_dim, element,
+    codes, head_codes,
 ):  # fmt: skip
     """Run the step's layers, the last norm and the head.
 
@@ -113,7 +110,7 @@ def run_step(
     numbers: float32 [layers + 1, NUM_NUMBERS].
     cos, sin: float32 [rotary embeddings, tokens, head_dim], the sine's first half negated.
     slots: int64 [groups, tokens], where a token's key and value go. keep: int64, tokens whose logits are wanted.
-    group_items: int64 [groups + 1], where each group's chunks begin.
+    group_items: int64 [groups + 1], where each group's chunks begin. work: see sharing.attend_chunks.
     items: int64 [chunks, 2], each chunk's part of the arrays query_*. rows: int64 [chunks, CHUNK_TOKENS].
     query_*: see attention.attend_chunk. token_slots: int64 [groups, tokens + 1], each token's partial results.
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
@@ -149,7 +146,7 @@ def run_step(
         last, last_mlp = size, mlp_size
     num_merges = num_tokens * num_heads
     nothing = cos[0, 0, :0]
-    if use_tiles:
+    if configuration != 0:
         store_configuration(saved)
         load_configuration(configuration)
     for layer in range(num_layers):
@@ -209,24 +206,12 @@ def run_step(
         fetch_lines(a[OUTPUT] + first * attended_bytes, 32 * attended_bytes)
         if not meet(barrier, num_threads):
             return
-        first_item, num_items = group_items[group], group_items[group + 1] - group_items[group]
-        last_item = first_item + (thread + 1) * num_items // num_threads
-        first_item += thread * num_items // num_threads
-        for item in range(first_item, last_item):
-            begin, end = items[item, 0], items[item, 1]
-            chunk_rows = address_of(rows) + 8 * item * CHUNK_TOKENS
-            if use_tiles and has_tiles() and (end - begin) * (num_heads // num_kv_heads) >= sizes[TILE_QUERIES_FROM]:
-                attend_chunk_by_tiles(
-                    shared, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_first[begin:end],
-                    query_visible[begin:end], query_slots[begin:end], num_heads, num_kv_heads, scale, f[N_SOFT_CAP],
-                    operands, tops, sums, partials, head_dim, element,
-                )  # fmt: skip
-            else:
-                attend_chunk(
-                    queries, a[KEY_POOL], a[VALUE_POOL], chunk_rows, query_tokens[begin:end], query_first[begin:end],
-                    query_visible[begin:end], query_slots[begin:end], num_heads, num_kv_heads, scale, f[N_SOFT_CAP],
-                    scores[thread], tops, sums, partials, head_dim, element,
-                )  # fmt: skip
+        attend_chunks(
+            thread, num_threads, group_items[group], group_items[group + 1], work, items, rows, query_tokens,
+            query_first, query_visible, query_slots, shared, queries, a[KEY_POOL], a[VALUE_POOL], num_heads,
+            num_kv_heads, scale, f[N_SOFT_CAP], sizes[TILE_QUERIES_FROM], operands, scores[thread], tops, sums,
+            partials, head_dim, element,
+        )  # fmt: skip
         if not meet(barrier, num_threads):
             return
         for n in range(thread * num_merges // num_threads, (thread + 1) * num_merges // num_threads):
@@ -311,6 +296,6 @@ def run_step(
                 soft_cap(line, last_word - first_word, np.float32(1) / cap, cap)
             place = buffers[B_LOGITS] + (j * vocabulary + first_word) * width
             store_line(words[j, first_word:last_word], place, element)
-    if use_tiles:
+    if configuration != 0:
         load_configuration(saved)
     meet(barrier, num_threads)

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from anaphora.runtime.kernels.vectors import I8, I16, I32, I64, LINE_BYTES, Vectors, features, length
+from anaphora.runtime.kernels.vectors import I8, I32, I64, LINE_BYTES, Vectors, features, length
 
 _POINTER = I8.as_pointer()
 TILE_BYTES = 1024
@@ -54,6 +54,10 @@ class Tiles:
 
     def load(self, tile: int, address: Any, stride: Any) -> None:
         self._call("tileloadd64", [I8, _POINTER, I64], [ir.Constant(I8, tile), self._pointer(address), stride])
+
+    def load_once(self, tile: int, address: Any, stride: Any) -> None:
+        """`load` of what is not read again soon, so that the nearest cache keeps other things."""
+        self._call("tileloaddt164", [I8, _POINTER, I64], [ir.Constant(I8, tile), self._pointer(address), stride])
 
     def store(self, tile: int, address: Any, stride: Any) -> None:
         self._call("tilestored64", [I8, _POINTER, I64], [ir.Constant(I8, tile), self._pointer(address), stride])
@@ -123,37 +127,14 @@ def pack(tc, source, stride, count, out):
 
 
 @intrinsic
-def pack_keys(tc, keys, rows, count, out):
-    """Pack the keys of 16 tokens, `count` bfloat16 each, at `keys + rows[t]`."""
+def pack_rows(tc, source, rows, count, out):
+    """Pack 16 rows of `count` bfloat16 (a multiple of 32) that lie at `source + rows[i]`."""
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        keys, rows, count, out = arguments
-        _pack(v, [v.builder.add(keys, v.load(v.at(rows, 8 * t), I64, 8)) for t in range(16)], count, out)
+        source, rows, count, out = arguments
+        _pack(v, [v.builder.add(source, v.load(v.at(rows, 8 * t), I64, 8)) for t in range(16)], count, out)
 
-    return types.void(keys, rows, count, out), lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
-
-
-@intrinsic
-def pack_values(tc, values, rows, out, out_stride, head_dim):
-    """Pack the values of 32 tokens: for every 16 numbers of a value a tile, `out_stride` bytes apart."""
-    sixteenths = length(head_dim)
-
-    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        values, rows, out, out_stride = arguments[:4]
-        b, narrow, wide = v.builder, ir.VectorType(I16, 16), ir.VectorType(I32, 16)
-        with cgutils.for_range_slice(b, v.number(0), v.number(16), v.number(1), I64) as (pair, _):
-            place = b.add(rows, b.mul(pair, v.number(16)))
-            first = b.add(values, v.load(place, I64, 8))
-            second = b.add(values, v.load(v.at(place, 8), I64, 8))
-            for i in range(sixteenths):
-                low = b.zext(v.load(v.at(first, 32 * i), narrow, 2), wide)
-                high = b.zext(v.load(v.at(second, 32 * i), narrow, 2), wide)
-                both = b.or_(low, b.shl(high, ir.Constant(wide, [16] * 16)))
-                target = b.add(b.add(out, b.mul(out_stride, v.number(i))), b.mul(pair, v.number(64)))
-                b.store(both, b.inttoptr(target, wide.as_pointer())).align = 4
-
-    signature = types.void(values, rows, out, out_stride, head_dim)
-    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
+    return types.void(source, rows, count, out), lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
 def _accumulate(
