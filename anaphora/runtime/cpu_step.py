@@ -44,16 +44,12 @@ MAX_TOKENS_ADAPTERS = 16  # every thread multiplies all tokens with the narrow h
 MAX_TOKENS_VECTORS = 1
 
 
-# Queries of one K/V head and chunk from which on the tile unit takes less time than vectors: measured.
-TILE_QUERIES = 2
-
-
 class CpuStep:
     """Runs steps of few tokens of one decoder, with as many threads as torch has, or fewer while the cores are busy.
 
     kinds: what the layers of each group see.
     reproducible_tokens: None, or how many tokens a step has at most, each of which gets the same bits whatever else is
-        in the step: no way is then chosen by how many tokens there are, or queries that share a chunk.
+        in the step: no way is then chosen by how many tokens there are.
     max_tokens: beyond them torch's matrix products are the faster ones, or the buffers end.
     Raises NotRecognisedError if the kernels cannot run this decoder.
     """
@@ -84,9 +80,9 @@ class CpuStep:
         in_tiles = self._dtype == torch.bfloat16 and not any(size % TILE_MULTIPLE for size in sizes)
         self._use_tiles = in_tiles and step.has_tile_unit() and tiles_allowed()
         self.max_tokens = MAX_TOKENS_TILES if self._use_tiles else MAX_TOKENS[self._dtype]
-        self._tile_queries, self._vector_tokens = TILE_QUERIES, MAX_TOKENS_VECTORS
+        self._vector_tokens = MAX_TOKENS_VECTORS
         if reproducible_tokens is not None:
-            self.max_tokens, self._tile_queries, self._vector_tokens = reproducible_tokens, 1, 0
+            self.max_tokens, self._vector_tokens = reproducible_tokens, 0
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
@@ -203,7 +199,7 @@ class CpuStep:
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
             num_threads, addresses[layers], self.addresses.scales()[[*numbers, -1]],
-            np.array([*sizes, use_tiles, self._tile_queries if self._use_tiles else sys.maxsize], dtype=np.int64),
+            np.array([*sizes, use_tiles], dtype=np.int64),
             self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.work, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first,
             chunks.visible, chunks.partials, chunks.token_partials, keep.numpy(), final,

@@ -16,19 +16,20 @@ from anaphora.core.groups import AttentionKind, ChunkedAttention, FullAttention,
 from anaphora.core.ids import RequestId, TokenId
 from anaphora.core.plan import ScheduledRequest
 from anaphora.runtime.block_tables import BlockTables
-from anaphora.runtime.chunks import Chunks, cut_into_chunks
+from anaphora.runtime.chunks import Chunks, cut_into_chunks, join
 from anaphora.runtime.cpu_step import tiles_allowed
 from anaphora.runtime.inputs import StepInputs, build_inputs
-from anaphora.runtime.kernels import attention, step, tile_attention, tiles
+from anaphora.runtime.kernels import attention, sharing, step, tile_attention, tiles
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.products import spread
 
 CPU = torch.device("cpu")
 HAS_TILES = bool(step.has_tile_unit()) and tiles_allowed()
+needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="no tile unit")
 WAYS = [
     pytest.param(torch.float32, False, id="float32"),
     pytest.param(torch.bfloat16, False, id="bfloat16"),
-    pytest.param(torch.bfloat16, True, id="tiles", marks=pytest.mark.skipif(not HAS_TILES, reason="no tile unit")),
+    pytest.param(torch.bfloat16, True, id="tiles", marks=needs_tiles),
 ]
 SHAPES = [
     ([(0, 1)], 16),
@@ -56,6 +57,11 @@ def merge_all(slots, num_tokens, num_heads, dim, scale, sinks, tops, sums, parti
         for head in range(num_heads):
             place = out + (t * num_heads + head) * dim * len(element)
             attention.merge(slots[t], slots[t + 1], head, scale, sinks, tops, sums, partials, place, dim, element)
+
+
+@kernel
+def find(keys, rows, row_bytes, dim, count, copied, table):  # type: ignore[no-untyped-def]
+    tile_attention.find_keys(keys, rows, row_bytes, dim, count, copied, table)
 
 
 @kernel
@@ -152,9 +158,10 @@ class Case:
             sizes = (self.heads, self.kv_heads, np.float32(SCALE), np.float32(self.cap))
             results = (tops, sums, partials, dims, element)
             if use_tiles:
+                ahead = (rows[-1].ctypes.data, 0)  # what is asked for meanwhile changes nothing
                 for head in range(self.kv_heads):
                     tile_attention.attend_head_by_tiles(
-                        self.query.data_ptr(), *common, *readers, head, *sizes, room.ctypes.data, *results[:-1]
+                        self.query.data_ptr(), *common, *readers, head, *ahead, *sizes, room.ctypes.data, *results[:-1]
                     )
             else:
                 heads = (0, self.kv_heads)
@@ -284,3 +291,40 @@ def test_a_window_within_one_chunk_is_one_chunk() -> None:
     chunks = chunks_of_two([600, 620], SlidingWindow(7))
     assert readers(chunks) == [([0], [102], [109]), ([1], [82], [89])]
     assert chunks.partials.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("costs", [[5], [2304] * 8 + [180] * 8, [1, 1, 10_000], [0, 0]])
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8])
+def test_every_head_of_every_chunk_is_one_threads_work(costs: list[int], num_kv_heads: int, num_threads: int) -> None:
+    before = [sum(costs[:i]) for i in range(len(costs))]
+    parts = [0] * num_threads
+    for at, cost in zip(before, costs, strict=True):
+        ends = [sharing.heads_of(t, num_threads, at, cost, sum(costs), num_kv_heads) for t in range(num_threads)]
+        assert [head for first, last in ends for head in range(first, last)] == list(range(num_kv_heads))
+        for thread, (first, last) in enumerate(ends):
+            parts[thread] += (last - first) * cost
+    fair = sum(costs) * num_kv_heads / num_threads
+    assert max(parts) <= fair + max(costs)  # as even as whole heads allow
+
+
+def test_chunks_cost_their_keys_for_each_reader_and_once_more_for_all() -> None:
+    chunks = chunks_of_two([600, 620], FullAttention())
+    assert join([chunks, chunks]).work.tolist() == [0, 2560, 5120, 6101, 6902, 9462, 12022, 13003, 13804]
+
+
+@needs_tiles
+@pytest.mark.parametrize("block_size", [16, 1])
+def test_keys_that_lie_in_order_are_not_copied_and_others_are(block_size: int) -> None:
+    case = Case([(40, 1)], block_size, 32, 2, 1, torch.bfloat16, FullAttention())
+    rows = case.chunks().slots[0] * 2 * 32 * 2
+    copied, table = np.zeros(48 * 32, np.uint16), np.zeros((3, 2), np.int64)
+    find(case.keys.data_ptr() + 64, rows.ctypes.data, 128, 32, 48, copied.ctypes.data, table.ctypes.data)
+    in_place = [case.keys.data_ptr() + 64 + rows[16 * t] for t in range(2)]
+    there = [copied.ctypes.data + 16 * 64 * t for t in range(3)]
+    # The last 16 keys are the 8 that there are, and then the last one of them again.
+    assert table[:2, 0].tolist() == (in_place if block_size == 16 else there[:2])
+    assert table[:, 1].tolist() == ([128, 128, 64] if block_size == 16 else [64, 64, 64])
+    assert table[2, 0] == there[2]
+    expected = case.keys[torch.from_numpy(case.chunks().slots[0, 32:48]), 1]
+    assert np.array_equal(copied.reshape(48, 32)[32:], expected.view(torch.uint16).numpy())

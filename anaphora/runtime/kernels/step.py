@@ -48,7 +48,7 @@ N_SCALE, N_SOFT_CAP, N_GATE_LINEAR, N_GATE_CUBIC = range(12, 16)
 NUM_NUMBERS = 16
 
 # Places in the array of sizes.
-NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, VOCABULARY, USE_TILES, TILE_QUERIES_FROM = range(8)
+NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, VOCABULARY, USE_TILES = range(7)
 
 # Places in the array of buffers' addresses.
 B_HIDDEN, B_SHARED, B_QUERIES, B_NORMED, B_LOGITS, B_BARRIER = range(6)
@@ -114,7 +114,7 @@ def run_step(
     items: int64 [chunks, 2], each chunk's part of the arrays query_*. rows: int64 [chunks, CHUNK_TOKENS].
     query_*: see attention.attend_chunk. token_slots: int64 [groups, tokens + 1], each token's partial results.
     buffers: int64 addresses. own, own_size: address and bytes of each thread's own memory: scratch, rows of
-    elements, operands, a panel for codes. configuration: address of the tiles' one, or 0.
+    elements, operands, a panel for codes. configuration: address of the tiles' one, or 0: attention has no tiles.
     wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary].
     scores: float32 [num_threads, ...]. low_rank: int64 [layers, parts, adapters, 3], see kernels.low_rank. adapters:
     int64 [tokens], or empty if none has one. narrow: float32 [num_threads, 3, tokens, largest rank].
@@ -209,7 +209,7 @@ def run_step(
         attend_chunks(
             thread, num_threads, group_items[group], group_items[group + 1], work, items, rows, query_tokens,
             query_first, query_visible, query_slots, shared, queries, a[KEY_POOL], a[VALUE_POOL], num_heads,
-            num_kv_heads, scale, f[N_SOFT_CAP], sizes[TILE_QUERIES_FROM], operands, scores[thread], tops, sums,
+            num_kv_heads, scale, f[N_SOFT_CAP], configuration != 0, operands, scores[thread], tops, sums,
             partials, head_dim, element,
         )  # fmt: skip
         if not meet(barrier, num_threads):

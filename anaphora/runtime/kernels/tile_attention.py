@@ -29,6 +29,7 @@ from anaphora.runtime.kernels.vectors import (
     I16,
     I32,
     I64,
+    LINE_BYTES,
     Vectors,
     address_of,
     length,
@@ -62,6 +63,14 @@ def store_integer(tc, address, value, size):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, size), generate
+
+
+def _fetch_rows(v: Vectors, base: Any, rows: Any, numbers: tuple[int, ...], num_bytes: int) -> None:
+    """Ask for rows that are read soon, at `base` and the offsets that stand in `rows`."""
+    for number in numbers:
+        row = v.builder.add(base, v.load(v.at(rows, 8 * number), I64, 8))
+        for n in range(0, num_bytes, LINE_BYTES):
+            v.fetch(v.at(row, n))
 
 
 @intrinsic
@@ -110,15 +119,16 @@ def find_keys(tc, keys, rows, row_bytes, dim, count, copied, table):
 
 
 @intrinsic
-def join_values(tc, values, rows, out, head_dim):
+def join_values(tc, values, rows, out, next_values, next_rows, head_dim):
     """Values of 32 tokens at `values + rows[t]`: for every 32 numbers two tiles, one after another.
 
     A tile's row is a pair of tokens, i and i + 16. The first tile has numbers 0 to 3 of each 8, the second 4 to 7.
+    next_values, next_rows: of those that are asked for meanwhile.
     """
     dim = 16 * length(head_dim)
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        values, rows, out = arguments[:3]
+        values, rows, out, next_values, next_rows = arguments[:5]
         b, narrow = v.builder, ir.VectorType(I16, 32)
         masks = []
         for half in (0, 4):
@@ -131,13 +141,14 @@ def join_values(tc, values, rows, out, head_dim):
             place = b.add(rows, b.mul(i, v.number(8)))
             pair = [b.add(values, v.load(v.at(place, 8 * 16 * k), I64, 8)) for k in range(2)]
             target = b.add(out, b.mul(i, v.number(64)))
+            _fetch_rows(v, next_values, b.add(next_rows, b.mul(i, v.number(8))), (0, 16), 2 * dim)
             for n in range(0, dim, 32):
                 first, second = (v.load(v.at(row, 2 * n), narrow, 2) for row in pair)
                 for k, mask in enumerate(masks):
                     at = v.at(target, TILE_BYTES * (n // 16 + k))
                     b.store(b.shuffle_vector(first, second, mask), b.inttoptr(at, narrow.as_pointer())).align = 4
 
-    signature = types.void(values, rows, out, head_dim)
+    signature = types.void(values, rows, out, next_values, next_rows, head_dim)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
@@ -164,16 +175,21 @@ def score_panel(tc, table, operand, out, head_dim, num_tiles):
 
 
 @intrinsic
-def soften_panel(tc, scores, begin, whole_begin, whole_end, end, first, visible, scale, weights, stride, tops, sums):
+def soften_panel(
+    tc, scores, begin, whole_begin, whole_end, end, first, visible, scale, weights, stride, tops, sums, next_keys,
+    next_rows, head_dim,
+):  # fmt: skip
     """Softmax of scores [keys, 16] from block `begin` to `end`, of 32 keys; no key elsewhere is seen.
 
     Every lane sees all keys of the blocks [whole_begin, whole_end), and keys [first, visible) elsewhere: int32 [16].
     weights: [16, ...] bfloat16, `stride` bytes from one lane's to the next, in pairs of keys i and i + 16. tops, sums:
-    float32 [16], of each lane the largest score, and the sum of its exponentials.
+    float32 [16], of each lane the largest score, and the sum of its exponentials. next_keys, next_rows: of the keys of
+    head_dim that are asked for meanwhile.
     """
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        scores, begin, whole_begin, whole_end, end, first, visible, scale, weights, stride, tops, sums = arguments
+        scores, begin, whole_begin, whole_end, end, first, visible, scale, weights, stride, tops, sums = arguments[:12]
+        next_keys, next_rows = arguments[12:14]
         b, wide = v.builder, ir.VectorType(I32, 16)
         seen_from, seen_to = v.load(first, wide, 4), v.load(visible, wide, 4)
         lowest = v.constant(float("-inf"))
@@ -206,8 +222,10 @@ def soften_panel(tc, scores, begin, whole_begin, whole_end, end, first, visible,
 
         def weigh(block: Any, masked: bool) -> None:
             place = b.add(scores, b.mul(block, v.number(_BLOCK * 64)))
+            later = b.add(next_rows, b.mul(block, v.number(8 * _BLOCK)))
             added, lines = [b.load(each) for each in totals], []
             for i in range(_BLOCK // 2):
+                _fetch_rows(v, next_keys, later, (i, i + 16), 32 * length(head_dim))
                 both = []
                 for k, key in enumerate((i, i + 16)):
                     value = b.fsub(v.load_floats(v.at(place, 64 * key)), top)
@@ -234,8 +252,9 @@ def soften_panel(tc, scores, begin, whole_begin, whole_end, end, first, visible,
         v.store_floats(b.fadd(*(b.load(each) for each in totals)), sums)
 
     signature = types.void(
-        scores, begin, whole_begin, whole_end, end, first, visible, scale, weights, stride, tops, sums
-    )
+        scores, begin, whole_begin, whole_end, end, first, visible, scale, weights, stride, tops, sums, next_keys,
+        next_rows, head_dim,
+    )  # fmt: skip
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
@@ -284,16 +303,17 @@ def order_numbers(tc, source, out, head_dim):
 
 @kernel
 def attend_head_by_tiles(
-    queries, keys, values, rows, tokens, first, visible, slots, kv_head, num_heads, num_kv_heads, scale, cap, room,
-    tops, sums, partials, head_dim,
+    queries, keys, values, rows, tokens, first, visible, slots, kv_head, next_rows, next_head, num_heads, num_kv_heads,
+    scale, cap, room, tops, sums, partials, head_dim,
 ):  # fmt: skip
     """attention.attend_chunk for the query heads of one K/V head. queries: address of elements; room: of `tile_bytes`.
 
-    Rows of keys and values are read up to a multiple of 32, and from one on.
+    Rows of keys and values are read up to a multiple of 32, and from one on. next_rows, next_head: the chunk and K/V
+    head whose turn is next, which come from memory meanwhile.
     """
     dim = 16 * len(head_dim)
     group = num_heads // num_kv_heads
-    row_bytes, offset = num_kv_heads * 2 * dim, kv_head * 2 * dim
+    row_bytes, offset, next_offset = num_kv_heads * 2 * dim, kv_head * 2 * dim, next_head * 2 * dim
     packed_values = room
     copied = packed_values + CHUNK_TOKENS * 2 * dim
     scores = copied + CHUNK_TOKENS * 2 * dim
@@ -313,7 +333,10 @@ def attend_head_by_tiles(
         table + 32 * begin,
     )  # fmt: skip
     for block in range(begin, end):
-        join_values(values + offset, rows + 8 * 32 * block, packed_values + block * 64 * dim, head_dim)
+        join_values(
+            values + offset, rows + 8 * 32 * block, packed_values + block * 64 * dim, values + next_offset,
+            next_rows + 8 * 32 * block, head_dim,
+        )  # fmt: skip
     num_rows = len(tokens) * group
     for panel in range(0, num_rows, 16):
         whole_begin, whole_end = 0, CHUNK_TOKENS
@@ -333,8 +356,9 @@ def attend_head_by_tiles(
             soft_cap(scores + 64 * 32 * begin, 16 * 32 * (end - begin), scale / cap, cap / scale)
         soften_panel(
             scores, begin, min(whole_begin, end), min(whole_end, end), end, lane_first, lane_visible, scale, weights,
-            2 * CHUNK_TOKENS, lane_tops, lane_sums,
+            2 * CHUNK_TOKENS, lane_tops, lane_sums, keys + next_offset, next_rows, head_dim,
         )  # fmt: skip
+        next_rows, next_offset = rows, offset  # asked for already
         for d in range(0, dim // 16, 2):
             weigh_panel(
                 weights, 2 * CHUNK_TOKENS, packed_values + TILE_BYTES * d, 64 * dim, begin, end, results + 64 * d,
