@@ -125,3 +125,28 @@ def test_the_head_gives_the_kept_tokens_logits_for_any_vocabulary(vocab_size: in
         assert torch.equal(logits, everything[keep])
     usual = run(PagedForward(module), [count - 1])[1]
     assert float((usual.float() - hidden.float()).norm() / usual.float().norm()) < 0.03
+
+
+@needs_tiles
+@torch.inference_mode()
+def test_spans_merge_alike_whether_one_unit_reads_them_all_or_each_is_apart() -> None:
+    module = make("LlamaConfig", "LlamaForCausalLM", head_dim=32, num_hidden_layers=1).to(torch.bfloat16)
+    layout, count, last = inspect_model(module, 2048), 3 * SPAN_TOKENS + 20, 40
+    tokens = torch.tensor([ids(1, count)])
+    num_blocks = -(-count // 16)
+    forward = by_panels(module)
+
+    def run(cache: KVCache, begin: int, end: int) -> torch.Tensor:
+        call = AttentionCall(0, end - begin, 1, torch.arange(1, 1 + num_blocks), end)
+        context = PagedContext(cache, layout.layers, (GroupInputs(torch.arange(16 + begin, 16 + end), (call,)),))
+        hidden = forward(tokens[:, begin:end], torch.arange(begin, end)[None], torch.arange(0), context)[1]
+        assert hidden is not None
+        return hidden
+
+    one, two = (
+        KVCache(layout.places, num_blocks=1 + num_blocks, block_size=16, dtype=torch.bfloat16, device=tokens.device)
+        for _ in range(2)
+    )
+    together = run(one, 0, count)
+    run(two, 0, count - last)
+    assert torch.equal(run(two, count - last, count), together[count - last :])
