@@ -58,6 +58,10 @@ class ChainMemo:
         keyed = chain.num_equally_keyed(known)
         if keyed is not None:
             shared = max(first, min(shared, keyed))
+        num_blocks = len(token_ids) // chain.block_size
+        if shared == len(known.hashes) == num_blocks and chain.common_blocks(known, first) == first:
+            chain.take_lists(known)
+            return True
         chain.hashes += known.hashes[first:shared]
         chain.contents += known.contents[first:shared]
         return True

@@ -30,6 +30,7 @@ FORMAT_VERSION = 1
 _ROOT_TAG = b"anaphora/root"
 _DIGEST = re.compile("(?:[0-9a-f]{2})+")
 _key_header = struct.Struct("<BI").pack
+_CUT_AT_ONCE = 64
 
 
 class Digest(Protocol):
@@ -152,6 +153,17 @@ def root_digest(identity: Mapping[str, str]) -> bytes:
     return hashlib.sha256(b"".join(parts)).digest()
 
 
+def _cut(data: bytes, size: int) -> list[bytes]:
+    """Pieces of this many bytes. Most are cut 64 at a time, in a third of the time."""
+    long = len(data) - len(data) % (_CUT_AT_ONCE * size)
+    pieces: list[bytes] = []
+    if long:
+        for group in struct.iter_unpack(f"{size}s" * _CUT_AT_ONCE, data[:long]):
+            pieces += group
+    pieces += [piece for (piece,) in struct.iter_unpack(f"{size}s", data[long:])]
+    return pieces
+
+
 def block_header(parent_length: int, block_size: int) -> bytes:
     """The bytes before the parent: u8 version, u32 length of the parent, u32 length of the encoded tokens."""
     return struct.pack("<BII", FORMAT_VERSION, parent_length, 4 * block_size)
@@ -166,8 +178,8 @@ class BlockChain:
     """
 
     __slots__ = (
+        "_has_lists_in_common",
         "_hash_function",
-        "_piece",
         "block_size",
         "contents",
         "extra_keys",
@@ -191,7 +203,7 @@ class BlockChain:
         self.contents: list[bytes] = []
         self.trail: Trail | None = None
         self._hash_function = hash_function
-        self._piece = struct.Struct(f"{4 * block_size}s")
+        self._has_lists_in_common = False
         self.extra_keys = encode_by_block(extra_keys)
 
     def extend(self, token_ids: array[int], max_blocks: int | None = None) -> int:
@@ -206,8 +218,9 @@ class BlockChain:
             stop = min(stop, first + max_blocks)
         if stop <= first:
             return 0
-        data = encode_tokens(token_ids[first * block_size : stop * block_size])
-        contents = [piece for (piece,) in self._piece.iter_unpack(data)]
+        if self._has_lists_in_common:
+            self.hashes, self.contents, self._has_lists_in_common = self.hashes[:], self.contents[:], False
+        contents = _cut(encode_tokens(token_ids[first * block_size : stop * block_size]), 4 * block_size)
         for index in self._keyed(first, stop):
             contents[index - first] += self.extra_keys[index]
 
@@ -223,6 +236,11 @@ class BlockChain:
             append(parent)  # type: ignore[arg-type]  # a NewType call per block would cost a tenth of the loop
         self.contents += contents
         return stop - first
+
+    def take_lists(self, other: BlockChain) -> None:
+        """Have every hash and content in common with a chain of the same blocks, until one of the two is extended."""
+        self.hashes, self.contents = other.hashes, other.contents
+        self._has_lists_in_common = other._has_lists_in_common = True
 
     def _keyed(self, first: int, stop: int) -> list[int]:
         """The blocks in [first, stop) with extra keys. A decode step looks at one block, not at every image."""

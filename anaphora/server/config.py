@@ -64,7 +64,7 @@ class ServerConfig:
                 continue
             low = 0 if field.name in _MAY_BE_ZERO else 1 if isinstance(field.default, int) else 0.001
             if not low <= value < float("inf"):
-                raise ConfigError(f"{field.name} must be at least {low}, got {value!r}")
+                raise ConfigError(f"{field.name} must be a finite number of at least {low}, got {value!r}")
         members = [tenant for group in self.share_cache for tenant in group]
         if len(members) != len(set(members)):
             raise ConfigError("share_cache names a tenant in two groups: give each tenant one group")

@@ -54,6 +54,7 @@ def test_filling_is_hashing(
 ) -> None:
     memo = ChainMemo(max_blocks)
     made: list[array[int]] = []
+    pairs = []
     for base, cut, suffix, salt, image_at, num_later in sequences:
         beginning = made[base % len(made)][:cut] if made else array("I")
         tokens = beginning + array("I", suffix)
@@ -66,6 +67,8 @@ def test_filling_is_hashing(
         plain.extend(tokens)
         assert (chain.hashes, chain.contents) == (plain.hashes, plain.contents)
         made.append(tokens)
+        pairs.append((chain, plain))
+    assert all((chain.hashes, chain.contents) == (plain.hashes, plain.contents) for chain, plain in pairs)  # still
 
 
 def test_a_known_beginning_costs_two_hashes_whatever_its_length() -> None:
@@ -90,6 +93,34 @@ def test_a_memo_forgets_the_chains_that_were_used_longest_ago() -> None:
     assert hash_function.num_calls == 5 + 5 + 1 + 5 + 1
     memo.fill(new_chain(hash_function), two)
     assert hash_function.num_calls == 17 + 5
+
+
+def test_chains_of_the_same_blocks_have_their_lists_in_common_until_one_of_them_goes_on() -> None:
+    memo = ChainMemo(100)
+    chains = [new_chain(sha256) for _ in range(3)]
+    texts = [array("I", range(10)) for _ in chains]
+    for chain, tokens in zip(chains, texts, strict=True):
+        memo.fill(chain, tokens)
+    assert chains[0].hashes is chains[1].hashes is chains[2].hashes
+    texts[1].extend([1, 1])
+    chains[1].extend(texts[1])
+    texts[0].extend([2, 2])
+    chains[0].extend(texts[0])
+    assert [len(chain.hashes) for chain in chains] == [6, 6, 5]
+    assert [chain.contents[5:] for chain in chains] == [
+        [array("I", [2, 2]).tobytes()],
+        [array("I", [1, 1]).tobytes()],
+        [],
+    ]
+
+
+def test_many_blocks_at_once_are_the_blocks_one_by_one() -> None:
+    tokens = array("I", range(2 * 150))
+    at_once, one_by_one = new_chain(sha256, image_at=70), new_chain(sha256, image_at=70)
+    assert at_once.extend(tokens) == 150
+    while one_by_one.extend(tokens, max_blocks=1):
+        pass
+    assert (at_once.hashes, at_once.contents) == (one_by_one.hashes, one_by_one.contents)
 
 
 def test_another_salt_copies_nothing() -> None:

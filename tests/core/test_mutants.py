@@ -189,6 +189,11 @@ MUTANTS = [
         (("block_contents.py", " parents[block] != parent or ", " "),),
     ),
     Mutant(
+        "two chains that have their lists in common grow together",
+        "test_chain_memo::test_chains_of_the_same_blocks_have_their_lists_in_common_until_one_of_them_goes_on",
+        (("hashing.py", "        if self._has_lists_in_common:\n", "        if False:\n"),),
+    ),
+    Mutant(
         "a trail is walked on whatever has become of its blocks",
         "test_trails::test_what_is_gone_ends_a_trail_and_names_go_on_from_there",
         (

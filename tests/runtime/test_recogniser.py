@@ -168,7 +168,7 @@ def test_gemmas_parts_stand_where_they_belong() -> None:
     types = ["sliding_attention", "full_attention"]
     settings = {"head_dim": 32, "layer_types": types, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
     module: Any = make("Gemma3TextConfig", "Gemma3ForCausalLM", **settings)
-    module.model.layers[1].self_attn.attn_logit_softcapping = None
+    module.model.layers[1].self_attn.attn_logit_softcapping = 0.0  # none
     decoder = recognise(module)
     assert (decoder.layer_types, [layer.rotary for layer in decoder.layers]) == (tuple(types), [0, 1])
     assert (decoder.layers[0].soft_cap, decoder.layers[1].soft_cap, decoder.soft_cap) == (5.0, None, 7.0)

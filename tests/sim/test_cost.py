@@ -99,7 +99,11 @@ def test_only_requests_that_ran_alone_are_fitted(tmp_path: Path) -> None:
         ([3], "must be an object"),
         ([measured(100, cached_tokens=100)], "prompt_tokens and cached_tokens must be"),
         ([measured(True)], "prompt_tokens and cached_tokens must be"),
+        ([measured(100, cached_tokens=-1)], "prompt_tokens and cached_tokens must be"),
         ([measured(100, ttft_s=None)], "ttft_s must be"),
+        ([measured(100, ttft_s=True)], "ttft_s must be"),
+        ([measured(100, ttft_s=0)], "ttft_s must be"),
+        ([measured(100, ttft_s=float("inf"))], "ttft_s must be"),
         ([measured(100, ttft_s=float("nan"))], "ttft_s must be"),
     ],
 )
