@@ -14,7 +14,7 @@ MAX_BLOCK_SIZE = 65_536
 MAX_THREADS = 1024
 EVICTION_POLICIES = ("lru", "lfu", "lru-2", "s3-fifo", "cost-aware", "learnt-hazard")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 
 
 def _positive(name: str, value: object) -> None:
@@ -55,8 +55,9 @@ class EngineConfig:
         (cache_priority): all together, and those of one tenant of a server with keys.
     scheduling_policy: `fcfs`, or `priority` (lower number first, then arrival).
     dtype: of weights and K/V; `auto` is bfloat16 where the device computes in it, else float32.
-    quantization: `int8` keeps the weights of linear layers in eight bits with a scale for each output: half the memory
-        of bfloat16 and a faster decode step, for outputs that are not quite the same; None keeps them as they are.
+    quantization: `int8` and `int4` keep the weights of linear layers in so many bits, with scales for groups of 32: a
+        half and a third of bfloat16's memory and faster decode steps, for outputs that are not quite the same with
+        eight bits and differ more with four; None keeps them as they are.
     device: torch device; None takes the CPU.
     max_loras: most LoRA adapters in memory, those that requests use among them; others are read again on use.
     max_lora_rank: the largest rank of an adapter.

@@ -3,7 +3,8 @@
     OMP_WAIT_POLICY=PASSIVE python bench/quantization.py [--model NAME] [--threads 2] [--rounds 3] [--tokens 4096]
 
 The text is this project's own pages, in pieces of 1,024 tokens, scored as prompts by the engine itself: English with
-tables, so compare its perplexities with each other only. Both engines answer in turn; least, median, most.
+tables, so compare its perplexities with each other only. `decoding`: in steps of 8 tokens, which run through the same
+kernels as a decode step. All engines answer in turn; least, median, most.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from anaphora import LLM, SamplingParams
 
 PAGES = ("architecture", "server", "hash-format", "operations", "security")
 PIECE_TOKENS = 1024
-WAYS: dict[str, str | None] = {"full": None, "int8": "int8"}
+WAYS: dict[str, str | None] = {"full": None, "int8": "int8", "int4": "int4"}
+DECODING_TOKENS = 8
 
 
 def perplexity(llm: LLM, pieces: list[list[int]]) -> float:
@@ -57,7 +59,11 @@ def main() -> None:
     for name, llm in engines.items():
         print(f"{name:5} weights, bytes {llm.engine.weights_bytes:>14,}")
         if args.tokens:
-            print(f"{name:5} perplexity     {perplexity(llm, pieces_of_the_pages(llm, args.tokens)):14.4f}")
+            pieces = pieces_of_the_pages(llm, args.tokens)
+            decoding = LLM(args.model, num_blocks=1024, quantization=WAYS[name], max_num_batched_tokens=DECODING_TOKENS)
+            print(
+                f"{name:5} perplexity     {perplexity(llm, pieces):14.4f}, decoding {perplexity(decoding, pieces):.4f}"
+            )
     draw = random.Random(1)
     one, many = (SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (1, 17))
     times: dict[tuple[str, str], list[float]] = {}

@@ -23,7 +23,7 @@ from anaphora.runtime.addresses import WeightAddresses, linear_parts
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.chunks import cut_into_chunks, join
 from anaphora.runtime.crowding import Crowding
-from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations
+from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations, num_half_bytes, shape
 from anaphora.runtime.decoder import tensor as _tensor
 from anaphora.runtime.kernels import barrier, step, tiles
 from anaphora.runtime.kernels.attention import CHUNK_TOKENS
@@ -33,9 +33,6 @@ from anaphora.runtime.threads import ThreadTeam
 
 TILE_MULTIPLE = 32
 """Every size along which the tile unit sums must be a multiple of this; vectors take any, and heads of 16, 32, ... ."""
-
-CODES_MULTIPLE = 32
-"""The same for vectors, where weights are int8."""
 
 # Up to where a step of the kernels takes less time than one of torch: measured, see docs/log.md.
 MAX_TOKENS = {torch.bfloat16: 8, torch.float32: 16}
@@ -69,9 +66,8 @@ class CpuStep:
         mlp = decoder.layers[0].mlp
         if not isinstance(mlp, GatedMlp):
             raise NotRecognisedError(f"its MLP is a {type(mlp).__name__}")
-        weight = _tensor(mlp.gate)
-        self._mlp_size, self._hidden_size = weight.shape
-        self._vocab_size = _tensor(decoder.head).shape[0]
+        self._mlp_size, self._hidden_size = shape(mlp.gate)
+        self._vocab_size = shape(decoder.head)[0]
         self._dtype = _tensor(decoder.norm.parameters).dtype
         self._codes, self._head_codes = _codes(decoder)
         self._decoder = decoder
@@ -115,9 +111,6 @@ class CpuStep:
     def _check(self, decoder: Decoder) -> None:
         if self._dtype not in (torch.bfloat16, torch.float32):
             raise NotRecognisedError(f"its weights are {self._dtype}")
-        sizes = (self._hidden_size, self._mlp_size, self._num_heads * decoder.head_dim)
-        if (self._codes or self._head_codes) and any(size % CODES_MULTIPLE for size in sizes):
-            raise NotRecognisedError(f"its weights are int8 and its sizes no multiples of {CODES_MULTIPLE}")
         if decoder.head_dim % 16 or decoder.head_dim > 256:
             raise NotRecognisedError(f"its heads, of {decoder.head_dim}, are no multiple of 16 up to 256")
         queries, keys = (count * decoder.head_dim for count in (self._num_heads, self._num_kv_heads))
@@ -126,10 +119,10 @@ class CpuStep:
             mlp: Any = layer.mlp  # that it is a gated one, `_numbers` has seen
             parts = (layer.query, layer.key, layer.value, layer.output, mlp.gate, mlp.up, mlp.down)
             shapes = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
-            for part, shape in zip(parts, (*shapes, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            for part, size in zip(parts, (*shapes, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
                 weight = _tensor(part)
-                dtype = torch.int8 if self._codes else self._dtype
-                if weight.shape != shape or weight.dtype != dtype or not weight.is_contiguous():
+                dtype = torch.uint8 if self._codes else self._dtype
+                if shape(part) != size or weight.dtype != dtype or not weight.is_contiguous():
                     raise NotRecognisedError("its layers' weights are not of the same sizes and dtype")
 
     def takes(self, num_tokens: int, context: object, adapters: AdapterContext | None = None) -> bool:
@@ -278,11 +271,11 @@ def _numbers(decoder: Decoder) -> npt.NDArray[np.float32]:
 
 
 def _codes(decoder: Decoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the layers' weights are, and the head's; see int8.product. Raises NotRecognisedError."""
-    kinds = {"codes" in linear for layer in decoder.layers for _, linear in linear_parts(layer)}
+    """What the layers' weights are, and the head's; see kernels.code_layout. Raises NotRecognisedError."""
+    kinds = {num_half_bytes(linear) for layer in decoder.layers for _, linear in linear_parts(layer)}
     if len(kinds) != 1:
-        raise NotRecognisedError("some of its layers are int8 and some are not")
-    return (0,) * kinds.pop(), (0,) * ("codes" in decoder.head)
+        raise NotRecognisedError("some of its layers are quantised and some are not")
+    return (0,) * kinds.pop(), (0,) * num_half_bytes(decoder.head)
 
 
 def _gate(activation: torch.nn.Module) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from anaphora.runtime import int8
+from anaphora.runtime import codes as stored
 from anaphora.runtime.attention import AttentionContext
 
 Parameters = dict[str, torch.nn.Parameter | None]
@@ -105,7 +105,7 @@ class Decoder:
         """[T] int64 -> [T, hidden]."""
         codes, scales = self.embedding.get("codes"), self.embedding.get("scales")
         if codes is not None and scales is not None:
-            hidden = int8.embed(token_ids, codes, scales)
+            hidden = stored.embed(token_ids, codes, scales, tensor(self.norm.parameters).dtype)
         else:
             hidden = F.embedding(token_ids, tensor(self.embedding))
         scale = self.scales.get("embed_scale")
@@ -190,7 +190,7 @@ def normalise(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
 def project(hidden: torch.Tensor, linear: Parameters) -> torch.Tensor:
     codes, scales, bias = linear.get("codes"), linear.get("scales"), linear.get("bias")
     if codes is not None and scales is not None:
-        return int8.linear(hidden, codes, scales, bias)
+        return stored.linear(hidden, codes, scales, bias)
     return F.linear(hidden, tensor(linear), bias)
 
 
@@ -204,6 +204,17 @@ def tensor(parameters: Parameters) -> torch.Tensor:
     if weight is None:
         raise NotRecognisedError("a weight is missing")
     return weight
+
+
+def shape(parameters: Parameters) -> torch.Size:
+    """Of the weight, or of the one that codes stand for. Raises NotRecognisedError if it is gone."""
+    weight = tensor(parameters)
+    return stored.matrix_shape(weight) if "codes" in parameters else weight.shape
+
+
+def num_half_bytes(parameters: Parameters) -> int:
+    """Of each code; 0 if the weight is no codes."""
+    return stored.num_bits(tensor(parameters)) // 4 if "codes" in parameters else 0
 
 
 def _rotate(heads: torch.Tensor, rotations: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

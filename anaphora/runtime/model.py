@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from anaphora.config import DTYPES, QUANTIZATIONS
 from anaphora.errors import ConfigError, ModelFileError, UnknownModelError, UnsupportedModelError
-from anaphora.runtime.quantization import INT8, quantize_int8
+from anaphora.runtime.quantization import IDENTITIES, quantize_weights
 from anaphora.runtime.sources.converted import recorded_digests
 from anaphora.runtime.sources.digests import (
     DigestCache,
@@ -113,7 +113,7 @@ def load_model(
             own_tokenizer = load_tokenizer(source.folder) if tokenizer is None else None
             weights = _weights_digest(source.folder, cache)
             if quantization is not None:
-                quantize_int8(module)
+                quantize_weights(module, quantization)
     else:
         raise UnknownModelError(
             f"model must be a name, a path or a `transformers` model, got {type(model).__name__}: see anaphora models"
@@ -130,7 +130,7 @@ def load_model(
         vocab_size=_vocab_size(module),
         max_model_len=_max_model_len(module.config),
         eos_token_ids=_eos_token_ids(module, chosen),
-        identity=_identity(module, weights, chosen) | ({} if quantization is None else {"quantization": INT8}),
+        identity=_identity(module, weights, chosen, quantization),
         processor=processor,
     )
 
@@ -239,7 +239,10 @@ def _eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     return frozenset(found)
 
 
-def _identity(module: PreTrainedModel, weights: str, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
+def _identity(
+    module: PreTrainedModel, weights: str, tokenizer: PreTrainedTokenizerBase | None, form: str | None
+) -> dict[str, str]:
+    """form: of weights that the engine has quantised."""
     config = module.config
     text_config = json.loads(config.get_text_config().to_json_string(use_diff=False))
     rope = {
@@ -254,6 +257,6 @@ def _identity(module: PreTrainedModel, weights: str, tokenizer: PreTrainedTokeni
         "config": config_digest(config),
         "rope": canonical_json(rope),
         "dtype": str(module.dtype).removeprefix("torch."),
-        "quantization": "none" if quantization is None else canonical_json(quantization),
+        "quantization": IDENTITIES[form] if form else "none" if quantization is None else canonical_json(quantization),
         "tokenizer": tokenizer_digest(tokenizer),
     }

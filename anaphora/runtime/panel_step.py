@@ -19,9 +19,18 @@ from anaphora.core.ids import cdiv
 from anaphora.runtime.addresses import linear_parts
 from anaphora.runtime.attention import PagedContext
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
-from anaphora.runtime.decoder import Decoder, DecoderLayer, GatedMlp, NotRecognisedError, Rotations, tensor
+from anaphora.runtime.decoder import (
+    Decoder,
+    DecoderLayer,
+    GatedMlp,
+    NotRecognisedError,
+    Rotations,
+    num_half_bytes,
+    shape,
+    tensor,
+)
 from anaphora.runtime.kernels import barrier, panel_step, step, tiles
-from anaphora.runtime.kernels.int8 import unpack_matrices
+from anaphora.runtime.kernels.codes import unpack_matrices
 from anaphora.runtime.kernels.panel_attention import chunk_bytes, result_bytes
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 from anaphora.runtime.lora.context import AdapterContext
@@ -57,15 +66,14 @@ class PanelStep:
         mlp = decoder.layers[0].mlp
         if not isinstance(mlp, GatedMlp):
             raise NotRecognisedError(f"its MLP is a {type(mlp).__name__}")
-        weight = tensor(mlp.gate)
         if tensor(decoder.norm.parameters).dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
         if more := _more_than_a_llama(decoder, mlp, kinds):
             raise NotRecognisedError(f"it has {more}")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
-        self._has_codes = "codes" in mlp.gate
-        self._mlp_size, self._hidden_size = weight.shape
+        self._codes = (0,) * num_half_bytes(mlp.gate)
+        self._mlp_size, self._hidden_size = shape(mlp.gate)
         self._decoder, self._few_tokens = decoder, few_tokens
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
@@ -134,8 +142,8 @@ class PanelStep:
         cos, sin = (_panels(part.float()) for part in rotations[0])
         addresses, _ = self._addresses.now(context)
         addresses = addresses[numbers.start : numbers.stop]
-        shape = (len(positions), self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, dim)
-        sizes = np.array([*shape, chunk_bytes(dim), own_size], dtype=np.int64)
+        counts = (len(positions), self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, dim)
+        sizes = np.array([*counts, chunk_bytes(dim), own_size], dtype=np.int64)
         eps = self._eps[list(numbers)]
         arguments = (
             np.float32(self._decoder.layers[0].scaling), panels.data_ptr(),
@@ -152,9 +160,9 @@ class PanelStep:
             self._claims[:] = 0
             team.run(lambda thread: panel_step.run_layers(thread, *layers, *arguments), self._abandon)
 
-        if not self._has_codes:
+        if not self._codes:
             run(slice(None))
-        for place, number in enumerate(numbers if self._has_codes else ()):
+        for place, number in enumerate(numbers if self._codes else ()):
             self._unpack(self._decoder.layers[number], addresses[place])
             run(slice(place, place + 1))
         return sizes, own
@@ -190,18 +198,18 @@ class PanelStep:
 
     def _unpack(self, layer: DecoderLayer, addresses: Int64) -> None:
         """Make bfloat16 of one layer's codes, in memory that the next layer takes over, and note where they are."""
-        matrices = [(column, tensor(linear), linear["scales"]) for column, linear in linear_parts(layer)]
-        size = sum(codes.numel() for _, codes, _ in matrices)
-        unpacked = self._room("unpacked", 2 * size)
+        matrices = linear_parts(layer)
+        unpacked = self._room("unpacked", 2 * sum(shape(linear).numel() for _, linear in matrices))
         begin, table = 0, np.empty((len(matrices), 5), dtype=np.int64)
-        for row, (column, codes, scales) in zip(table, matrices, strict=True):
+        for row, (column, linear) in zip(table, matrices, strict=True):
+            codes, scales = tensor(linear), linear["scales"]
             if scales is None:
                 raise NotRecognisedError("a weight is missing")
             addresses[column] = unpacked + 2 * begin
-            row[:] = codes.data_ptr(), scales.data_ptr(), *codes.shape, addresses[column]
-            begin += codes.numel()
+            row[:] = codes.data_ptr(), scales.data_ptr(), *shape(linear), addresses[column]
+            begin += shape(linear).numel()
         num_threads = self._team.num_threads
-        self._team.run(lambda thread: unpack_matrices(thread, num_threads, table, (0, 0)), self._abandon)
+        self._team.run(lambda thread: unpack_matrices(thread, num_threads, table, self._codes), self._abandon)
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
@@ -226,7 +234,7 @@ def _more_than_a_llama(decoder: Decoder, mlp: GatedMlp, kinds: Sequence[Attentio
         return "layers that do not see every earlier token"
     if len(decoder.layer_types) > 1:
         return "several rotary embeddings"
-    sizes = (*tensor(decoder.layers[0].output).shape, *tensor(mlp.gate).shape, decoder.head_dim)
+    sizes = (*shape(decoder.layers[0].output), *shape(mlp.gate), decoder.head_dim)
     if any(size % 32 for size in sizes):
         return "sizes that are no multiples of 32"
     return ""

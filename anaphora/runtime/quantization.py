@@ -1,8 +1,8 @@
 """Makes a loaded model's weights smaller: which of its parts take part, and the proof that the model survives it.
 
 Knows modules and how the library calls them; knows nothing of caches and requests. What takes part are the linear
-layers that see every token once, the head, and an embedding that is tied to the head. Routed experts, recurrent layers,
-vision encoders, norms and embeddings of their own stay as they are.
+layers that see every token once, the head, and an embedding that is tied to the head, where codes fit their sizes.
+Routed experts, recurrent layers, vision encoders, norms and embeddings of their own stay as they are.
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ import torch
 from transformers import PreTrainedModel
 
 from anaphora.errors import UnsupportedModelError
-from anaphora.runtime.int8 import Int8Embedding, Int8Linear, Int8Weight
+from anaphora.runtime.codes import BLOCK, GROUP, fits
 from anaphora.runtime.lora.targets import find_targets
+from anaphora.runtime.quantized_layers import QuantizedEmbedding, QuantizedLinear, StoredWeight
 
-INT8 = "int8-per-output-1"
-"""What the model's identity says of it: another way to choose the codes needs another name."""
+IDENTITIES = {"int8": "int8-group-32", "int4": "int4-group-32"}
+"""What the model's identity says of each: another way to choose the codes needs another name."""
+
+LAYER_BITS = {"int8": 8, "int4": 4}
+HEAD_BITS = 8
+"""Of the head, and so of the embedding that is tied to it: a word's logit is one sum, which no later layer mends."""
 
 NUM_PROBE_TOKENS = 16
-# Of the logits of random weights (the worst case: no structure that outweighs the rounding) 0.02 to 0.05 is usual. A
-# layer that another module reads past its forward gives 1 and more.
-LARGEST_ERROR = 0.3
+# Of the logits of random weights (the worst case: no structure that outweighs the rounding) 0.02 is usual with 8 bits
+# and 0.3 with 4. A layer that another module reads past its forward gives 1 and more.
+LARGEST_ERROR = {"int8": 0.3, "int4": 0.7}
 
 _logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def quantize_int8(module: PreTrainedModel) -> None:
+def quantize_weights(module: PreTrainedModel, form: str) -> None:
     """Replace weights of the module by their codes, one after another, so that at most one is here in both forms.
 
+    form: a key of IDENTITIES.
     Raises UnsupportedModelError if the model has quantised weights already, has no layer for it, or computes something
     else afterwards; the module is then not to be used any more.
     """
@@ -43,16 +49,19 @@ def quantize_int8(module: PreTrainedModel) -> None:
     targets = find_targets(module)
     while targets:
         path, layer = targets.popitem()
-        module.set_submodule(path, Int8Linear(Int8Weight(layer.weight), layer.bias))
-    if not any(isinstance(part, Int8Linear) for part in module.modules()):
-        raise UnsupportedModelError(f"{name} has no linear layer whose weights could be int8: leave quantization")
+        if fits(layer.weight):
+            module.set_submodule(path, QuantizedLinear(StoredWeight(layer.weight, LAYER_BITS[form]), layer.bias))
+        else:
+            _log_size(path, layer.weight)
+    if not any(isinstance(part, QuantizedLinear) for part in module.modules()):
+        raise UnsupportedModelError(f"{name} has no linear layer whose weights could be {form}: leave quantization")
     after = _probe(module)
     error = float((after - before).norm() / before.norm())
-    if bool(before.isfinite().all()) and not error <= LARGEST_ERROR:
+    if bool(before.isfinite().all()) and not error <= LARGEST_ERROR[form]:
         raise UnsupportedModelError(
-            f"{name} gives other results with int8 weights (relative error {error:.2g}): leave quantization"
+            f"{name} gives other results with {form} weights (relative error {error:.2g}): leave quantization"
         )
-    _logger.info("weights of %s are int8: %d bytes instead of %d", name, num_bytes(module), size)
+    _logger.info("weights of %s are %s: %d bytes instead of %d", name, form, num_bytes(module), size)
 
 
 def num_bytes(module: torch.nn.Module) -> int:
@@ -60,13 +69,17 @@ def num_bytes(module: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-def stored_weights(module: torch.nn.Module) -> dict[str, Int8Weight]:
+def stored_weights(module: torch.nn.Module) -> dict[str, StoredWeight]:
     """The weights that are codes, by the names that they would have in the `state_dict` if they were not."""
     return {
         f"{path}.weight": part.stored
         for path, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, Int8Linear | Int8Embedding)
+        if isinstance(part, QuantizedLinear | QuantizedEmbedding)
     }
+
+
+def _log_size(part: str, weight: torch.Tensor) -> None:
+    _logger.info("%s keeps its weights: %s is no multiple of %s", part, tuple(weight.shape), (BLOCK, GROUP))
 
 
 def _replace_head(module: PreTrainedModel) -> None:
@@ -76,14 +89,17 @@ def _replace_head(module: PreTrainedModel) -> None:
     if type(head) is not torch.nn.Linear:
         return
     paths = {part: path for path, part in module.named_modules()}
+    if not fits(head.weight):
+        _log_size("the head", head.weight)
+        return
     is_tied = embedding.weight is head.weight
     if is_tied and not _only_looks_up(embedding):
         _logger.info("the head keeps its weights, as they are also a %s", type(embedding).__name__)
         return
-    stored = Int8Weight(head.weight)
-    module.set_submodule(paths[head], Int8Linear(stored, head.bias))
+    stored = StoredWeight(head.weight, HEAD_BITS)
+    module.set_submodule(paths[head], QuantizedLinear(stored, head.bias))
     if is_tied:
-        module.set_submodule(paths[embedding], Int8Embedding(stored, _scale(embedding)))
+        module.set_submodule(paths[embedding], QuantizedEmbedding(stored, _scale(embedding)))
 
 
 def _scale(embedding: torch.nn.Module) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from anaphora.runtime.decoder import (
     Parameters,
     tensor,
 )
-from anaphora.runtime.int8 import Int8Embedding, Int8Linear
+from anaphora.runtime.quantized_layers import QuantizedEmbedding, QuantizedLinear
 
 # Names of a layer's norms. Two: before attention and MLP. Four: also of what these give.
 _TWO_NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -39,11 +39,13 @@ def recognise(module: PreTrainedModel) -> Decoder:
     embedding = decoder.embed_tokens
     scales = dict(embedding.named_buffers(recurse=False))
     if (
-        not isinstance(embedding, torch.nn.Embedding | Int8Embedding)
+        not isinstance(embedding, torch.nn.Embedding | QuantizedEmbedding)
         or getattr(embedding, "max_norm", None) is not None
         or scales.keys() - {"embed_scale"}
     ):
         raise NotRecognisedError(f"its embed_tokens is a {type(embedding).__name__}")
+    if isinstance(embedding, QuantizedEmbedding) and embedding.stored.dtype != tensor(decoder.norm._parameters).dtype:
+        raise NotRecognisedError("its embedding and its norm are of different dtypes")
     if type(decoder.layers) is not torch.nn.ModuleList or len(decoder.layers) == 0:
         raise NotRecognisedError("its layers are not a list of modules")
     head_dims = {getattr(layer.self_attn, "head_dim", None) for layer in decoder.layers if hasattr(layer, "self_attn")}
@@ -136,7 +138,10 @@ def _name_of(module: torch.nn.Module, child: torch.nn.Module) -> str:
 
 
 def _linear(module: torch.nn.Module) -> Parameters:
-    if type(module) not in (torch.nn.Linear, Int8Linear):  # quantised, adapted, fused: it may do more than multiply
+    if type(module) not in (
+        torch.nn.Linear,
+        QuantizedLinear,
+    ):  # adapted, fused: it may do more than multiply
         raise NotRecognisedError(f"it has a {type(module).__name__} where a Linear is expected")
     return module._parameters
 

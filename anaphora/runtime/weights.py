@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from anaphora.errors import WeightsError
 from anaphora.runtime.forward import module_lock
-from anaphora.runtime.int8 import Int8Weight
 from anaphora.runtime.quantization import num_bytes, stored_weights
+from anaphora.runtime.quantized_layers import StoredWeight
 from anaphora.runtime.sources.digests import canonical_json, tensors_digest, text_digest
 
-Target = torch.Tensor | Int8Weight
+Target = torch.Tensor | StoredWeight
 
 # On the module, as what was done to it concerns every engine over it.
 _CHANGES = "_anaphora_weights"
@@ -155,7 +155,7 @@ def _tensors(module: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _holds(target: Target, tensor: torch.Tensor) -> bool:
-    if isinstance(target, Int8Weight):
+    if isinstance(target, StoredWeight):
         return target.holds(tensor)
     return torch.equal(tensor.to(target.device), target)
 

@@ -14,7 +14,7 @@ from tiny_llama import ids, make_tiny_llama
 from transformers import LlamaForCausalLM
 
 from anaphora import LLM, SamplingParams
-from anaphora.runtime.int8 import dequantize_rows, quantize_rows
+from anaphora.runtime.codes import dequantize, quantize
 
 CpuStep = pytest.importorskip("anaphora.runtime.cpu_step").CpuStep
 
@@ -41,7 +41,7 @@ def folders(module: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def codes_llama() -> Any:
-    """Every size is a multiple of 32: what steps on int8 weights ask for."""
+    """Every size is a multiple of 32: what codes ask for."""
     config = make_tiny_llama().config
     config.intermediate_size = 192
     module, generator = LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(3)
@@ -104,7 +104,7 @@ def test_an_adapter_is_added_to_codes(tmp_path: Path) -> None:
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name.endswith(("proj.weight", "lm_head.weight")):
-                weight.copy_(dequantize_rows(*quantize_rows(weight)))
+                weight.copy_(dequantize(*quantize(weight, 8), weight.dtype))
     is_exact(module, outputs[0])
     is_exact(merged(module, folder), outputs[1])
     assert deviation(module, outputs[1]) > 0.05  # GUARD

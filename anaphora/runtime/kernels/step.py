@@ -15,9 +15,10 @@ import numpy as np
 
 from anaphora.runtime.kernels.attention import merge
 from anaphora.runtime.kernels.barrier import meet
+from anaphora.runtime.kernels.code_layout import PANEL_OUTPUTS, panel_bytes, row_bytes, scale_bytes
+from anaphora.runtime.kernels.codes import prepare_rows, product
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import gate, soft_cap
-from anaphora.runtime.kernels.int8 import PANEL_OUTPUTS, panel_bytes, prepare_rows, product
 from anaphora.runtime.kernels.low_rank import DOWN_PART, GATE_PART, UP_PART, K, O, Q, V, add_low_rank, narrow_rows
 from anaphora.runtime.kernels.parts import (
     add_bias,
@@ -117,7 +118,7 @@ def run_step(
     wide: float32 [tokens, most outputs of a layer's linear part]. words: float32 [keep, vocabulary].
     scores: float32 [num_threads, ...]. low_rank: int64 [layers, parts, adapters, 3], see kernels.low_rank. adapters:
     int64 [tokens], or empty if none has one. narrow: float32 [num_threads, 3, tokens, largest rank].
-    codes, head_codes: what the layers' weights and the head's are: int8.product.
+    codes, head_codes: what the layers' weights and the head's are: see code_layout.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, vocabulary, use_tiles = sizes[MLP], sizes[VOCABULARY], sizes[USE_TILES] != 0
@@ -130,7 +131,8 @@ def run_step(
     kept = plain + padded * size * width
     operands = kept + padded * size * width
     panel = own + (thread + 1) * own_size - 2 * PANEL_OUTPUTS * max(size, mlp_size, num_heads * dim)
-    weight_width = len(codes) if len(codes) > 0 else width
+    input_bytes = row_bytes(size, codes, element)  # of one output's weight
+    attended_bytes, mlp_bytes = row_bytes(num_heads * dim, codes, element), row_bytes(mlp_size, codes, element)
     wide_at, wide_stride = address_of(wide), 4 * wide.shape[1]
     stride, attended_stride = size * width, num_heads * dim * width
     mlp_stride = (mlp_size + 15) // 16 * 16 * width  # what is behind a row is written with it
@@ -162,12 +164,12 @@ def run_step(
                 kind, head, part, outputs = VALUE, unit - num_heads - num_kv_heads, V, num_kv_heads * dim
             elif unit >= num_heads:
                 kind, head, part, outputs = KEY, unit - num_heads, K, num_kv_heads * dim
-            weight, bias = a[kind] + head * dim * size * weight_width, a[kind + 1]
+            weight, bias = a[kind] + head * dim * input_bytes, a[kind + 1]
             if bias != 0:
                 bias += head * dim * width
             product(
-                operands, num_tokens, weight, s[kind] + head * dim * width, size, 0, dim, wide_at + 4 * unit * dim,
-                wide_stride, scratch, panel, use_tiles, element, codes,
+                operands, num_tokens, weight, s[kind] + head * dim * scale_bytes(size, codes), size, 0, dim,
+                wide_at + 4 * unit * dim, wide_stride, scratch, panel, use_tiles, element, codes,
             )  # fmt: skip
             add_low_rank(
                 narrow[thread, part], low_rank[layer, part], adapters, outputs, head * dim, (head + 1) * dim, wide,
@@ -201,7 +203,7 @@ def run_step(
                     finish_head(line, bias, 0, f[N_KEY], f[N_KEY + 1], nothing, nothing, dim, element)
                     store_line(line, a[VALUE_POOL] + place, element)
         # What the next linear part reads first comes while the threads wait for each other, here and below.
-        fetch_lines(a[OUTPUT] + first * num_heads * dim * weight_width, 32 * num_heads * dim * weight_width)
+        fetch_lines(a[OUTPUT] + first * attended_bytes, 32 * attended_bytes)
         if not meet(barrier, num_threads):
             return
         attend_chunks(
@@ -226,7 +228,7 @@ def run_step(
         )  # fmt: skip
         narrow_rows(shared, attended_stride, num_heads * dim, low_rank[layer, O], adapters, narrow[thread, 0], element)
         add_low_rank(narrow[thread, 0], low_rank[layer, O], adapters, size, first, last, wide, 0)
-        fetch_lines(a[GATE] + first_mlp * size * weight_width, 32 * size * weight_width)
+        fetch_lines(a[GATE] + first_mlp * input_bytes, 32 * input_bytes)
         if not add_output(
             num_threads, num_tokens, hidden, stride, wide, a[OUTPUT_BIAS], a[ATTENTION_NORM], f[N_ATTENTION],
             f[N_ATTENTION + 1], size, first, last, barrier, element,
@@ -251,7 +253,7 @@ def run_step(
             line = wide_at + t * wide_stride + 4 * first_mlp
             place = shared + t * mlp_stride + first_mlp * width
             gate(line, line + 4 * mlp_size, place, last_mlp - first_mlp, f[N_GATE_LINEAR], f[N_GATE_CUBIC], element)
-        fetch_lines(a[DOWN] + first * mlp_size * weight_width, 32 * mlp_size * weight_width)
+        fetch_lines(a[DOWN] + first * mlp_bytes, 32 * mlp_bytes)
         if not meet(barrier, num_threads):
             return
         prepare_rows(shared, mlp_stride, num_tokens, mlp_size, operands, use_tiles, element, codes)
@@ -262,7 +264,7 @@ def run_step(
         narrow_rows(shared, mlp_stride, mlp_size, low_rank[layer, DOWN_PART], adapters, narrow[thread, 0], element)
         add_low_rank(narrow[thread, 0], low_rank[layer, DOWN_PART], adapters, size, first, last, wide, 0)
         if layer + 1 < num_layers:
-            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * size * weight_width, 32 * size * weight_width)
+            fetch_lines(addresses[layer + 1, QUERY] + first_unit * dim * input_bytes, 32 * input_bytes)
         if not add_output(
             num_threads, num_tokens, hidden, stride, wide, a[DOWN_BIAS], a[MLP_OUT_NORM], f[N_MLP_OUT],
             f[N_MLP_OUT + 1], size, first, last, barrier, element,

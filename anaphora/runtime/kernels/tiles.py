@@ -164,6 +164,27 @@ def _accumulate(
 
 
 @intrinsic
+def multiply_tiles(tc, rows, stride, packed, block, count, out, out_stride, num_rows, num_columns):
+    """out[row, column] = sum over `count` (a multiple of 32) of row × column, float32.
+
+    rows: 16 × len(num_rows) rows of bfloat16. packed: 16 × len(num_columns) columns, `block` bytes from 16 to the next.
+    Both lengths are 1 or 2. Strides in bytes.
+    """
+    num_left, num_right = length(num_rows), length(num_columns)
+
+    def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
+        rows, stride, packed, block, count, out, out_stride = arguments[:7]
+        _accumulate(v, tiles, (rows, stride, num_left), (packed, block, num_right), count)
+        for j in range(num_left):
+            line = v.builder.add(out, v.builder.mul(out_stride, v.number(16 * j)))
+            for i in range(num_right):
+                tiles.store(j * num_right + i, v.at(line, 64 * i), out_stride)
+
+    signature = types.void(rows, stride, packed, block, count, out, out_stride, num_rows, num_columns)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
+
+
+@intrinsic
 def multiply_tiles_transposed(tc, rows, stride, packed, count, out, out_stride, scratch, ahead, num_rows, num_columns):
     """out[column, row] of the same products, columns packed one after another.
 

@@ -14,7 +14,8 @@ Elements are bfloat16 (a tuple of 2, its bytes) or float32 (a tuple of 4). Opera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -199,6 +200,14 @@ def rounded(builder: Any, value: Any, num_lanes: int | None = None) -> Any:
 
 def length(kind: Any) -> int:
     return len(kind)
+
+
+@contextmanager
+def each_group(v: Vectors, count: Any, size: int) -> Iterator[Any]:
+    """A loop over the groups of `count` numbers: the number of each."""
+    groups = v.builder.sdiv(count, v.number(size))
+    with cgutils.for_range_slice(v.builder, v.number(0), groups, v.number(1), I64) as (group, _):
+        yield group
 
 
 def void(build: Callable[[Vectors, Any, tuple[int, ...]], None], signature: Any, sizes: tuple[int, ...]) -> Any:

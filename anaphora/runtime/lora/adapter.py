@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anaphora.runtime.int8 import LinearLayer
+from anaphora.runtime.quantized_layers import LinearLayer
 
 _TAG = b"anaphora/lora"
 _FORMAT_VERSION = 1

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from anaphora.runtime.inputs import StepInputs
-from anaphora.runtime.int8 import LinearLayer
 from anaphora.runtime.lora.adapter import Adapter, AdapterPart
+from anaphora.runtime.quantized_layers import LinearLayer
 
 
 @dataclass(frozen=True, slots=True)

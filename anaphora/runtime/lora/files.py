@@ -16,11 +16,11 @@ from safetensors.torch import load
 from transformers import PreTrainedModel
 
 from anaphora.errors import AdapterFileError, UnsupportedAdapterError
-from anaphora.runtime.int8 import LinearLayer
 from anaphora.runtime.lora.adapter import Adapter, LowRankPair, make_adapter
 from anaphora.runtime.lora.folder import WEIGHTS_FILE, errors_about, read_file, read_settings
 from anaphora.runtime.lora.settings import AdapterSettings
 from anaphora.runtime.lora.targets import find_targets
+from anaphora.runtime.quantized_layers import LinearLayer
 
 _MAX_HEADER_BYTES = 16 << 20
 _PREFIX = "base_model.model."

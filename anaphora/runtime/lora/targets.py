@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from anaphora.runtime.forward import module_lock
-from anaphora.runtime.int8 import Int8Linear, LinearLayer
+from anaphora.runtime.quantized_layers import LinearLayer, QuantizedLinear
 from anaphora.runtime.recurrent import takes_a_state
 
 _NUM_TOKENS = 5
@@ -26,7 +26,7 @@ def find_targets(module: PreTrainedModel) -> dict[str, LinearLayer]:
     linears = {
         path: part
         for path, part in module.named_modules()
-        if type(part) in (torch.nn.Linear, Int8Linear)
+        if type(part) in (torch.nn.Linear, QuantizedLinear)
         and part is not model.get_output_embeddings()
         and id(part) not in recurrent
     }
