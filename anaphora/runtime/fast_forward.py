@@ -224,25 +224,25 @@ def _check_step(
 ) -> None:
     keep = torch.arange(inputs.input_ids.shape[1], device=module.device)
     context = PagedContext(own, layout.layers, inputs.groups)
-    states: list[torch.Tensor] = []
-    with _recording(module, states):
+    hidden_states: list[torch.Tensor] = []
+    with _recording(module, hidden_states):
         logits, final = PagedForward(module)(inputs.input_ids, inputs.position_ids, keep, context)
-    if len(states) != 2 * len(decoder.layers) or final is None:
+    if len(hidden_states) != 2 * len(decoder.layers) or final is None:
         raise NotRecognisedError("its layers are not called once each with hidden states first")
     if not bool(final.isfinite().all()):
         return  # broken by itself: nothing can be compared, and each of its requests fails
-    _compare("embedding", decoder.embed(inputs.input_ids[0]), states[0])
-    rotations = decoder.rotations(states[0], inputs.position_ids)
+    _compare("embedding", decoder.embed(inputs.input_ids[0]), hidden_states[0])
+    rotations = decoder.rotations(hidden_states[0], inputs.position_ids)
     context = PagedContext(ours, layout.layers, inputs.groups)
     use_kernels = kernels is not None and len(keep) <= kernels.max_tokens
     for number, layer in enumerate(decoder.layers):
-        before, after = states[2 * number : 2 * number + 2]
+        before, after = hidden_states[2 * number : 2 * number + 2]
         if kernels is not None and use_kernels:
             got = kernels.run_layer(number, before.clone(), rotations, inputs.position_ids, context)
         else:
             got = decoder.run_layer(layer, before.clone(), rotations, context)
         _compare(f"layer {number}", got, after, before)
-    _compare("last norm", normalise(states[-1], decoder.norm), final)
+    _compare("last norm", normalise(hidden_states[-1], decoder.norm), final)
     _compare("head", decoder.logits(final), logits)
 
 
@@ -260,7 +260,7 @@ def _compare(part: str, got: torch.Tensor, expected: torch.Tensor, before: torch
 
 
 @contextmanager
-def _recording(module: PreTrainedModel, states: list[torch.Tensor]) -> Iterator[None]:
+def _recording(module: PreTrainedModel, hidden_states: list[torch.Tensor]) -> Iterator[None]:
     """Note what goes into each layer, and what comes out, as [T, hidden]: before, after, before, after..."""
 
     def note(_: Any, args: tuple[Any, ...], output: Any = None) -> None:
@@ -268,7 +268,7 @@ def _recording(module: PreTrainedModel, states: list[torch.Tensor]) -> Iterator[
         if output is None:
             value = args[0] if args else None
         if isinstance(value, torch.Tensor):
-            states.append(value[0].clone())
+            hidden_states.append(value[0].clone())
 
     model: Any = module
     hooks = [layer.register_forward_pre_hook(note) for layer in model.get_decoder().layers]

@@ -230,8 +230,8 @@ def test_without_numba_torch_decodes_and_the_log_says_so(
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="names features of x86")
 def test_a_cpu_with_short_registers_gives_the_same_results(tmp_path: Path) -> None:
-    others = str(Path(__file__).with_name("test_kernel_attention.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, others, "-k"]
+    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("kernel_attention", "kernels_codes")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, *others, "-k"]
     command += ["test_linear_parts and 576 or test_attention and (64-3-3 or 128-1-8) or bfloat16_steps "]
     command[-1] += "or within_a_window and shapes4 or soft_caps or sixteenth and 80"
     features = (
