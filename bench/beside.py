@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from anaphora.core import CacheManager, Request
+from anaphora.core.hashing import pack_tokens
 from anaphora.core.hit import Hit
 from anaphora.sampling_params import SamplingParams
 
@@ -38,7 +39,7 @@ class OurCache:
         self._params = SamplingParams(max_tokens=1)
 
     def make_request(self, name: str, tokens: list[int]) -> Request:
-        request = Request(name, tokens, self._params)
+        request = Request(name, pack_tokens(tokens), self._params)  # both engines have checked the ids before
         self._cache.register(request)
         return request
 

@@ -31,7 +31,7 @@ class LengthOnlyRequest(Request):
 
 def replay(trace: Trace, num_blocks: int) -> tuple[list[list[float]], int]:
     """(of each request the seconds of each verb, full prompt blocks looked up)."""
-    cache = CacheManager(num_blocks, trace.block_size)
+    cache = CacheManager(num_blocks, trace.block_size, min_trail_blocks=num_blocks + 1)  # as in sim.sequential
     request = LengthOnlyRequest("replayed", [0], SamplingParams(max_tokens=1))
     clock = time.perf_counter
     rows, num_looked_up = [], 0

@@ -44,7 +44,7 @@ class CacheManager:
     core.checkpoints. root: digest of what the model is (hashing.root_digest).
     eviction_policy: a name in core.eviction.POLICIES, or what makes a policy. pin_limits: how much of the pool pins may
     hold. what_if: is told what is looked up and used; None keeps no curve. min_trail_blocks: what a request must leave
-    for a trail (core.trail), 2 at least.
+    for a trail (core.trail), 2 at least; more than the pool has for none.
     Raises ConfigError.
     """
 
@@ -332,9 +332,8 @@ class CacheManager:
                 priority, ttl_s = pin
                 num_blocks = min(request.num_prompt_tokens // self.block_size, request.num_staged_blocks)
                 self.spine.pins.pin(table[:num_blocks], priority, self._now_s + ttl_s, request.tenant)
-            num_staged, index, chain = request.num_staged_blocks, self.spine.index, request.chain
-            if num_staged >= self._min_trail_blocks and chain is not None and not index.num_pending:
-                chain.trail = left_behind(chain.trail, table, num_staged, index.lineages, self._min_trail_blocks)
+            if request.num_staged_blocks >= self._min_trail_blocks:
+                self._leave_trail(request, table)
             self.spine.free(table)
             if self._has_sides:
                 self.sides.free(request.request_id)
@@ -343,6 +342,11 @@ class CacheManager:
         request.num_computed_tokens = 0
         request.num_staged_blocks = 0
         request.num_planned_blocks = 0
+
+    def _leave_trail(self, request: Request, table: list[BlockId]) -> None:
+        index, chain, slack = self.spine.index, request.chain, self._min_trail_blocks
+        if chain is not None and not index.num_pending:  # some of these may be pending
+            chain.trail = left_behind(chain.trail, table, request.num_staged_blocks, index.lineages, slack)
 
     # -- the cache as a whole ------------------------------------------------------------------------------------------
 

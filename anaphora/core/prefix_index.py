@@ -16,6 +16,7 @@ from __future__ import annotations
 from anaphora.core.block_contents import BlockContents, leading_blocks
 from anaphora.core.hashing import BlockChain
 from anaphora.core.ids import NO_LINEAGE, BlockHash, BlockId, Lineage
+from anaphora.core.trail import Trail
 
 _FEW = 8
 _FIRST_PIECE = 64
@@ -58,7 +59,7 @@ class PrefixIndex:
         """
         limit = min(limit, len(chain.hashes))
         parent = self._roots.get(chain.root, NO_LINEAGE)
-        found = self._on_the_trail(chain, limit)
+        found = [] if chain.trail is None or self._staged_copies else self._on_the_trail(chain.trail, limit)
         if len(found) < _FEW:
             last = self.lineages[found[-1]] if found else parent
             found += self._holds.walk(self._committed, chain, len(found), min(limit, _FEW), last)
@@ -78,14 +79,12 @@ class PrefixIndex:
             found += self._holds.walk(self._pending, chain, num_committed, limit, parent)
         return found, num_committed
 
-    def _on_the_trail(self, chain: BlockChain, limit: int) -> list[BlockId]:
-        """Those of the chain's trail that hold what they held, at most `limit`: each is committed, and confirmed by it.
+    def _on_the_trail(self, trail: Trail, limit: int) -> list[BlockId]:
+        """Those that hold what they held, at most `limit`: each is committed, and confirmed by its lineage.
 
         A block that comes back to its lineage as a copy may be pending still: then nobody walks on trails.
         """
-        if chain.trail is None or self._staged_copies:
-            return []
-        return chain.trail.blocks[: min(limit, chain.trail.num_unchanged(self.lineages))]
+        return trail.blocks[: min(limit, trail.num_unchanged(self.lineages))]
 
     def stage(self, blocks: list[BlockId], chain: BlockChain, first: int, previous: BlockId | None) -> int:
         """Make blocks findable within the step in flight: they hold blocks [first, first + len(blocks)) of `chain`.
@@ -179,7 +178,8 @@ class PrefixIndex:
     def commit(self, blocks: list[BlockId]) -> None:
         """Make staged blocks findable by everyone: their K/V are written and the step has succeeded."""
         self.num_committed += len(blocks)
-        self._staged_copies.difference_update(blocks)
+        if self._staged_copies:
+            self._staged_copies.difference_update(blocks)
         committed, pending = self._committed, self._pending
         is_only_one = len(pending) == len(blocks) and list(pending.values()) == blocks  # that writes in this step
         if is_only_one and committed.keys().isdisjoint(pending):
@@ -244,7 +244,7 @@ class PrefixIndex:
     def copied_among(self, blocks: list[BlockId]) -> list[BlockId]:
         """Those of these committed blocks, in their order, whose content is in another block, too."""
         hashes, copies = self.hashes, self.copies
-        if len(copies) < len(blocks):
+        if _FEW * len(copies) < len(blocks):
             copied = {block for block_hash in copies for block in self.blocks_of(block_hash)}.intersection(blocks)
             if len(copied) < _FEW:
                 return sorted(copied, key=blocks.index)

@@ -80,7 +80,8 @@ def replay_sequential(
     Raises ConfigError.
     """
     trace.check_block_size(block_size)
-    cache = CacheManager(num_blocks, block_size, eviction_policy=policy)
+    # No chain is the same object twice, so no trail would ever be walked on.
+    cache = CacheManager(num_blocks, block_size, eviction_policy=policy, min_trail_blocks=num_blocks + 1)
     capacity = cache.capacity_tokens
     request = _LengthOnlyRequest()
     num_refused = num_cut = num_prompt_tokens = num_hit_tokens = num_looked_up = 0

@@ -207,12 +207,12 @@ MUTANTS = [
     Mutant(
         "a trail leads to a copy that is pending",
         "test_trails::test_a_block_that_comes_back_to_its_lineage_as_a_copy_is_pending_until_its_step_has_succeeded",
-        (("prefix_index.py", "if chain.trail is None or self._staged_copies:", "if chain.trail is None:"),),
+        (("prefix_index.py", "if chain.trail is None or self._staged_copies else", "if chain.trail is None else"),),
     ),
     Mutant(
         "a trail is left while a step is in flight",
         "test_trails::test_no_trail_leads_through_pending_blocks",
-        (("cache_manager.py", " and chain is not None and not index.num_pending:", " and chain is not None:"),),
+        (("cache_manager.py", "if chain is not None and not index.num_pending:", "if chain is not None:"),),
     ),
     Mutant(
         "a trail is taken over by who has the same hashes",
