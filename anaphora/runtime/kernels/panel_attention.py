@@ -1,10 +1,10 @@
 """Attention of many new tokens by the tile unit, in panels: scores, softmax and weighted values of 16 tokens at a time.
 
-Knows addresses, rows and panels; knows nothing of blocks and requests. Keys and values of CHUNK_TOKENS tokens of a
-sequence are brought together once for each K/V head, then every panel of the unit reads them. A score's row is a key
-and its lane a token, so the softmax needs no sums across lanes. Within a span of SPAN_TOKENS keys the largest score so
-far, the sum of exponentials and the values that they weigh go along from chunk to chunk; then spans are merged, first
-to last. Borders are multiples of these, whoever computes, so who computes a span changes no bit.
+Knows addresses, rows and panels; knows nothing of blocks and requests. Values of CHUNK_TOKENS tokens of a sequence are
+brought together once for each K/V head, then every panel of the unit reads them; keys are read where they lie. A
+score's row is a key and its lane a token, so the softmax needs no sums across lanes. Within a span of SPAN_TOKENS keys
+the largest score so far, the sum of exponentials and the values that they weigh go along from chunk to chunk; then
+spans are merged, first to last. Borders are multiples of these, so who computes a span changes no bit.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from anaphora.runtime.kernels.panel_softmax import (
     soften,
 )
 from anaphora.runtime.kernels.panels import store_pairs
+from anaphora.runtime.kernels.tile_attention import find_keys
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
 from anaphora.runtime.kernels.vectors import I32, I64, Vectors, length
 
@@ -39,24 +40,14 @@ PANEL, LEAST, MOST = range(3)
 
 
 def chunk_bytes(head_dim: int) -> int:
-    """Room for a chunk: keys, values, scores, weights, how many keys each token sees."""
-    return 2 * CHUNK_TOKENS * 2 * head_dim + CHUNK_TOKENS * (64 + 32) + 64
+    """Room for a chunk: keys, values, scores, weights, how many keys each token sees, where keys lie."""
+    return 2 * CHUNK_TOKENS * 2 * head_dim + CHUNK_TOKENS * (64 + 32) + 64 + CHUNK_TOKENS
 
 
 @kernel
 def result_bytes(head_dim):
     """Room for one head of an item."""
     return 64 * head_dim + STATE_BYTES
-
-
-@intrinsic
-def load_row(tc, address):
-    """The int64 there."""
-
-    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], I64.as_pointer()), typ=I64)
-
-    return types.int64(types.int64), generate
 
 
 @intrinsic
@@ -105,34 +96,55 @@ def turn_values(tc, values, rows, out, out_bytes, dim):
 
 
 @intrinsic
-def accumulate(tc, rows, tile_bytes, stride, step_bytes, operand, count, out, num_tiles, keep):
-    """Sums of len(num_tiles) × 16 rows with a panel's operand of `count` (a multiple of 32) numbers, float32.
+def score_panel(tc, table, operand, count, out, num_tiles):
+    """Products of len(num_tiles) × 16 keys with a panel's operand of `count` (a multiple of 32) numbers, float32.
 
-    rows: tile_bytes from 16 to the next 16, `stride` from one to the next, step_bytes from 32 numbers to the next.
-    keep: of length 2, to add to what `out` holds; of length 1, to overwrite it.
+    table: address of int64 [tiles, 2], where 16 keys lie and how far apart, in bytes.
     """
-    num, adds = length(num_tiles), length(keep) == 2
+    num = length(num_tiles)
 
     def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
-        rows, tile_bytes, stride, step_bytes, operand, count, out = arguments[:7]
+        table, operand, count, out = arguments[:4]
         b = v.builder
+        places = [[v.load(v.at(table, 16 * t + 8 * i), I64, 8) for i in range(2)] for t in range(num)]
         for t in range(num):
-            if adds:
-                tiles.load(t, v.at(out, TILE_BYTES * t), v.number(64))
-            else:
-                tiles.zero(t)
-        begins = [b.add(rows, b.mul(tile_bytes, v.number(t))) for t in range(num)]
+            tiles.zero(t)
         with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
-            step = b.lshr(k, v.number(5))
-            tiles.load(4, b.add(operand, b.mul(step, v.number(TILE_BYTES))), v.number(64))
-            offset = b.mul(step, step_bytes)
-            for t in range(num):
-                tiles.load(5 + t % 3, b.add(begins[t], offset), stride)
+            tiles.load(4, b.add(operand, b.mul(k, v.number(TILE_BYTES // 32))), v.number(64))
+            for t, (address, stride) in enumerate(places):
+                tiles.load(5 + t % 3, b.add(address, b.mul(k, v.number(2))), stride)
                 tiles.multiply(t, 5 + t % 3, 4)
         for t in range(num):
             tiles.store(t, v.at(out, TILE_BYTES * t), v.number(64))
 
-    signature = types.void(rows, tile_bytes, stride, step_bytes, operand, count, out, num_tiles, keep)
+    signature = types.void(table, operand, count, out, num_tiles)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
+
+
+@intrinsic
+def weigh_values(tc, values, tile_bytes, weights, count, out, num_tiles):
+    """out += sums of len(num_tiles) × 16 numbers of values, weighted by an operand of `count` (a multiple of 32) keys.
+
+    values: tiles, tile_bytes from 16 numbers to the next 16, one after another for the next 32 keys. out: float32.
+    """
+    num = length(num_tiles)
+
+    def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
+        values, tile_bytes, weights, count, out = arguments[:5]
+        b = v.builder
+        for t in range(num):
+            tiles.load(t, v.at(out, TILE_BYTES * t), v.number(64))
+        begins = [b.add(values, b.mul(tile_bytes, v.number(t))) for t in range(num)]
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
+            offset = b.mul(k, v.number(TILE_BYTES // 32))
+            tiles.load(4, b.add(weights, offset), v.number(64))
+            for t in range(num):
+                tiles.load(5 + t % 3, b.add(begins[t], offset), v.number(64))
+                tiles.multiply(t, 5 + t % 3, 4)
+        for t in range(num):
+            tiles.store(t, v.at(out, TILE_BYTES * t), v.number(64))
+
+    signature = types.void(values, tile_bytes, weights, count, out, num_tiles)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
@@ -172,7 +184,8 @@ def attend_panels(
     scores = packed_values + CHUNK_TOKENS * 2 * dim
     weights = scores + CHUNK_TOKENS * 64
     seen = weights + CHUNK_TOKENS * 32
-    tile_row, value_bytes = 16 * 2 * dim, CHUNK_TOKENS // 32 * TILE_BYTES
+    table = seen + 64
+    value_bytes = CHUNK_TOKENS // 32 * TILE_BYTES
     own = 64 * dim + STATE_BYTES
     offset = kv_head * dim * 2
     num_results = len(items) * group
@@ -189,12 +202,11 @@ def attend_panels(
                 begin_panel(span + n * own, dim, span + n * own + 64 * dim)
         here = min(CHUNK_TOKENS, end_key - start)
         row = rows + 8 * start
-        place = row
-        for t in range((here + 63) // 64 * 64):
-            copy_row(keys + offset + load_row(place), room + t * 2 * dim, dim)
-            place += 8
+        if start == first_key:
+            fetch_rows(keys + offset, row, here, 2 * dim)
         for t in range((here + 31) // 32):
             turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
+        find_keys(keys + offset, row, num_kv_heads * 2 * dim, dim, (here + 63) // 64 * 64, room, table)
         ahead = min(CHUNK_TOKENS, end_key - start - here)
         fetch_rows(keys + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
         fetch_rows(values + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
@@ -211,20 +223,16 @@ def attend_panels(
                 panel = span + (n * group + g) * own
                 state = panel + 64 * dim
                 for t in range(0, count, 64):
-                    accumulate(
-                        room + t * 2 * dim, tile_row, 2 * dim, 64, query, dim, scores + 64 * t, (0, 0, 0, 0), (0,)
-                    )
+                    score_panel(table + t, query, dim, scores + 64 * t, (0, 0, 0, 0))
                 soften(scores, whole, blocks, seen, scale, state, weights)
                 rescale_panel(panel, dim, state + 128)
                 d = 0
                 while d < dim // 16:
                     tile, target = packed_values + d * value_bytes, panel + d * TILE_BYTES
                     if d + 4 <= dim // 16:
-                        accumulate(
-                            tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0, 0, 0), (0, 0)
-                        )
+                        weigh_values(tile, value_bytes, weights, 32 * blocks, target, (0, 0, 0, 0))
                     else:
-                        accumulate(tile, value_bytes, 64, TILE_BYTES, weights, 32 * blocks, target, (0, 0), (0, 0))
+                        weigh_values(tile, value_bytes, weights, 32 * blocks, target, (0, 0))
                     d += 4
     if apart:
         return
