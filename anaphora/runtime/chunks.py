@@ -51,16 +51,17 @@ class _Line:
     """A chunk while its readers are found.
 
     start: the position where it would begin, if all of it were seen. begin: of the first key that anyone sees.
-    readers: arrays [4, readers] each.
+    singles: readers that are alone in their call. readers: arrays [4, readers] each, of the others.
     """
 
-    __slots__ = ("begin", "bytes", "readers", "slots", "start")
+    __slots__ = ("begin", "bytes", "readers", "singles", "slots", "start")
 
     def __init__(self, start: int, begin: int, slots: Int64) -> None:
         self.start = start
         self.begin = begin
         self.slots = slots
         self.bytes = slots.tobytes()
+        self.singles: list[tuple[int, int, int, int]] = []
         self.readers: list[Int64] = []
 
     def covers(self, begin: int, slots: Int64) -> bool:
@@ -110,8 +111,7 @@ def cut_into_chunks(
                     alike.append(line)
                     lines.append(line)
                 if length == 1:
-                    entry = [[first], [left], [right], [int(partials[first]) + number]]
-                    line.readers.append(np.array(entry, dtype=np.int64))
+                    line.singles.append((first, left, right, int(partials[first]) + number))
                     continue
                 # Those of its tokens that have reached the chunk, and whose window has not passed it.
                 reached, passed = first + max(0, left - start), bisect_left(seen, right, first, first + length)
@@ -130,7 +130,8 @@ def cut_into_chunks(
         row[:first] = line.slots[0]
         row[first:last] = line.slots
         row[last:] = line.slots[-1]
-        readers = line.readers[0] if len(line.readers) == 1 else np.concatenate(line.readers, axis=1)
+        alone = np.array(line.singles, dtype=np.int64).reshape(-1, 4).T
+        readers = np.concatenate((alone, *line.readers), axis=1) if line.readers else alone
         readers[1:3] -= line.start
         flat.append(readers)
         ends.append(readers.shape[1])

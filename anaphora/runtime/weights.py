@@ -11,6 +11,8 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
 
 import torch
 from transformers import PreTrainedModel
@@ -34,19 +36,20 @@ class LiveWeights:
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
         self._parameters = [part._parameters for part in module.modules() if part._parameters]
+        self._tensors: list[torch.nn.Parameter] = []
+        self._counted: list[torch.Tensor] = []
         self._versions = self._versions_now()
         self.history = self._of_module()
 
     def _versions_now(self) -> tuple[int, ...]:
         """Others after every write to a parameter, and in place of a replaced one, as far as torch counts them: a write
         through `.data` is not seen, nor one to a submodule that came later."""
-        return tuple(
-            number
-            for parameters in self._parameters
-            for tensor in parameters.values()
-            if tensor is not None
-            for number in (id(tensor), 0 if tensor.is_inference() else tensor._version)
-        )
+        # At every step, of hundreds of tensors, so what differs per tensor runs in C. They are kept while they are
+        # the module's, and no other tensor has the identity of one of them meanwhile.
+        tensors = [tensor for tensor in chain.from_iterable(map(dict.values, self._parameters)) if tensor is not None]
+        if not (len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))):
+            self._tensors, self._counted = tensors, [tensor for tensor in tensors if not tensor.is_inference()]
+        return (*map(id, tensors), *map(attrgetter("_version"), self._counted))
 
     def _is_tampered_with(self) -> bool:
         """Whether a parameter was written to by other than update_weights since this engine last looked."""
