@@ -28,12 +28,6 @@ STATE_BYTES = 3 * 64
 _LOG2_E = 1.4426950408889634
 
 
-def _splat(v: Vectors, number: Any) -> Any:
-    """An int64 in every lane, as int32."""
-    b = v.builder
-    return b.bitcast(v.splat(b.bitcast(b.trunc(number, I32), F32)), ir.VectorType(I32, 16))
-
-
 @intrinsic
 def soften(tc, scores, whole, blocks, visible, scale, state, weights):
     """Softmax of one more chunk of scores [keys, 16]: weights as an operand whose pairs are the keys i and i + 16.
@@ -51,7 +45,7 @@ def soften(tc, scores, whole, blocks, visible, scale, state, weights):
         total = cgutils.alloca_once_value(b, v.zero)
 
         def sees(key: Any) -> Any:
-            return b.icmp_signed("<", _splat(v, key), seen)
+            return b.icmp_signed("<", v.splat_integer(key), seen)
 
         def greatest(block: Any, masked: bool) -> None:
             place = b.add(scores, b.mul(block, v.number(32 * 64)))
@@ -178,7 +172,7 @@ def see_less(tc, visible, count, out):
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
         visible, count, out = arguments
         b, wide = v.builder, ir.VectorType(I32, 16)
-        store_pairs(v, b.sub(v.load(visible, wide, 4), _splat(v, count)), out)
+        store_pairs(v, b.sub(v.load(visible, wide, 4), v.splat_integer(count)), out)
 
     signature = types.void(visible, count, out)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)

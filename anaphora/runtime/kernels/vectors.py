@@ -100,6 +100,11 @@ class Vectors:
             single, undefined, ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes)
         )
 
+    def splat_integer(self, number: Any) -> Any:
+        """An int64 in every lane, as int32."""
+        b = self.builder
+        return b.bitcast(self.splat(b.bitcast(b.trunc(number, I32), F32)), ir.VectorType(I32, self.lanes))
+
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         function = cgutils.get_or_insert_function(
             self.builder.module, ir.FunctionType(self.type, [self.type] * 3), f"llvm.fma.v{self.lanes}f32"
