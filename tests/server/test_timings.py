@@ -75,7 +75,7 @@ def test_each_part_is_the_time_of_what_it_names(make_engine: Any) -> None:
             (cache, "register", "lookup"),
             (executor, "execute", "compute"),
             (cache, "commit", "other"),
-            (endpoint.engine, "_deliver", "other"),
+            (endpoint.engine._steps, "_deliver", "other"),
         ):
             with slowed(owner, name):
                 shown = timings(live, "/v1/completions", False, prompt=f"{name} {TEXT}", max_tokens=1)
@@ -92,11 +92,15 @@ class slowed:  # reads as a verb
         self.owner, self.name, self.seconds = owner, name, seconds
 
     def __enter__(self) -> None:
+        self.own = vars(self.owner).get(self.name)  # None: the class has it
         method = getattr(self.owner, self.name)
         setattr(self.owner, self.name, lambda *args, **kwargs: (time.sleep(self.seconds), method(*args, **kwargs))[1])
 
     def __exit__(self, *error: object) -> None:
-        delattr(self.owner, self.name)
+        if self.own is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.own)
 
 
 def test_a_body_that_arrives_slowly_is_received_and_a_full_house_is_queued_for(make_engine: Any) -> None:
