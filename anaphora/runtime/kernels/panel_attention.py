@@ -27,7 +27,7 @@ from anaphora.runtime.kernels.panel_softmax import (
     soften,
 )
 from anaphora.runtime.kernels.panels import store_pairs
-from anaphora.runtime.kernels.tile_attention import find_keys
+from anaphora.runtime.kernels.tile_attention import find_keys, score_panel
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
 from anaphora.runtime.kernels.vectors import I32, I64, Vectors, length
 
@@ -92,32 +92,6 @@ def turn_values(tc, values, rows, out, out_bytes, dim):
                     store_pairs(v, both, v.at(tile, 64 * (2 * (line % 8) + i)))
 
     signature = types.void(values, rows, out, out_bytes, dim)
-    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
-
-
-@intrinsic
-def score_panel(tc, table, operand, count, out, num_tiles):
-    """Products of len(num_tiles) × 16 keys with a panel's operand of `count` (a multiple of 32) numbers, float32.
-
-    table: address of int64 [tiles, 2], where 16 keys lie and how far apart, in bytes.
-    """
-    num = length(num_tiles)
-
-    def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
-        table, operand, count, out = arguments[:4]
-        b = v.builder
-        places = [[v.load(v.at(table, 16 * t + 8 * i), I64, 8) for i in range(2)] for t in range(num)]
-        for t in range(num):
-            tiles.zero(t)
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
-            tiles.load(4, b.add(operand, b.mul(k, v.number(TILE_BYTES // 32))), v.number(64))
-            for t, (address, stride) in enumerate(places):
-                tiles.load(5 + t % 3, b.add(address, b.mul(k, v.number(2))), stride)
-                tiles.multiply(t, 5 + t % 3, 4)
-        for t in range(num):
-            tiles.store(t, v.at(out, TILE_BYTES * t), v.number(64))
-
-    signature = types.void(table, operand, count, out, num_tiles)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 

@@ -136,24 +136,28 @@ def join_values(tc, values, rows, out, next_values, next_rows, head_dim):
 
 
 @intrinsic
-def score_panel(tc, table, operand, out, head_dim, num_tiles):
-    """out [16 × len(num_tiles), 16]: products of keys, found by `find_keys`, with a panel of packed queries."""
-    dim, num = 16 * length(head_dim), length(num_tiles)
+def score_panel(tc, table, operand, count, out, num_tiles):
+    """Products of len(num_tiles) × 16 keys with a panel's operand of `count` (a multiple of 32) numbers, float32.
+
+    table: what `find_keys` made of these keys.
+    """
+    num = length(num_tiles)
 
     def build(v: Vectors, tiles: Tiles, arguments: Any) -> None:
-        table, operand, out = arguments[:3]
-        found = [[v.load(v.at(table, 16 * t + 8 * i), I64, 8) for i in range(2)] for t in range(num)]
+        table, operand, count, out = arguments[:4]
+        b = v.builder
+        places = [[v.load(v.at(table, 16 * t + 8 * i), I64, 8) for i in range(2)] for t in range(num)]
         for t in range(num):
             tiles.zero(t)
-        for k in range(0, dim, 32):
-            tiles.load(4, v.at(operand, TILE_BYTES * (k // 32)), v.number(64))
-            for t, (address, stride) in enumerate(found):
-                tiles.load(5 + t % 3, v.at(address, 2 * k), stride)
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(32), I64) as (k, _):
+            tiles.load(4, b.add(operand, b.mul(k, v.number(TILE_BYTES // 32))), v.number(64))
+            for t, (address, stride) in enumerate(places):
+                tiles.load(5 + t % 3, b.add(address, b.mul(k, v.number(2))), stride)
                 tiles.multiply(t, 5 + t % 3, 4)
         for t in range(num):
             tiles.store(t, v.at(out, TILE_BYTES * t), v.number(64))
 
-    signature = types.void(table, operand, out, head_dim, num_tiles)
+    signature = types.void(table, operand, count, out, num_tiles)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
@@ -250,7 +254,7 @@ def attend_head_by_tiles(
         whole_end = max(whole_begin, whole_end // 32)
         pack_rows(queries, sources, dim, operand)
         for t in range(2 * begin, 2 * end, 2):
-            score_panel(table + 16 * t, operand, scores + TILE_BYTES * t, head_dim, (0, 0))
+            score_panel(table + 16 * t, operand, dim, scores + TILE_BYTES * t, (0, 0))
         if cap != 0:
             soft_cap(scores + 64 * 32 * begin, 16 * 32 * (end - begin), scale / cap, cap / scale)
         soften_panel(
