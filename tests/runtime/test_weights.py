@@ -112,7 +112,6 @@ def test_two_roots_share_one_pool_and_the_memo_of_hashes(module: Any) -> None:
 WEIGHT = make_tiny_llama().state_dict()[VALUES]
 
 
-
 def with_one(value: float) -> torch.Tensor:
     return WEIGHT.index_put((torch.tensor(31), torch.tensor(63)), torch.tensor(value))  # the very last number
 
