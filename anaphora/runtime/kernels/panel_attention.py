@@ -193,7 +193,7 @@ def attend_panels(
             turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
         find_keys(
             keys + offset, row + 8 * unseen, num_kv_heads * 2 * dim, dim, (here + 63) // 64 * 64 - unseen,
-            room + 2 * dim * unseen, table + unseen,
+            room, table + unseen,
         )  # fmt: skip
         ahead = min(CHUNK_TOKENS, end_key - start - here)
         fetch_rows(keys + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
