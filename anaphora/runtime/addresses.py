@@ -39,17 +39,19 @@ class WeightAddresses:
         self._attention = [layer.attention for layer in decoder.layers]
         self._cache: weakref.ref[KVCache] | None = None
 
-        linears = [(row, *linear) for row, layer in enumerate(decoder.layers) for linear in linear_parts(layer)]
-        linears.append((num_rows - 1, 1, decoder.head))
+        last, head = num_rows - 1, decoder.head
+        parts = [(row, *linear) for row, layer in enumerate(decoder.layers) for linear in linear_parts(layer)]
+        linears = [*parts, (last, 1, head)]
         weights = [(row, *weight) for row, layer in enumerate(decoder.layers) for weight in _weights(layer)]
-        weights.append((num_rows - 1, 0, decoder.norm.parameters, "weight"))
-        weights += [(row, column, parameters, weight_name(parameters)) for row, column, parameters in linears]
-        biases = [(row, column + 1, parameters, "bias") for row, column, parameters in linears]
-        places = [row * step.NUM_COLUMNS + column for row, column, _, _ in (*weights, *biases)]
-        scales = [(size + row * (step.DOWN + 1) + column, part) for row, column, part in linears if "codes" in part]
-        self._parameters = [parameters for _, _, parameters, _ in (*weights, *biases)] + [part for _, part in scales]
-        self._names = [name for _, _, _, name in (*weights, *biases)] + ["scales"] * len(scales)
-        self._places = np.array(places + [place for place, _ in scales])
+        weights.append((last, 0, decoder.norm.parameters, "weight"))
+        weights += [(row, column, part, weight_name(part)) for row, column, part in linears]
+        weights += [(row, column + 1, part, "bias") for row, column, part in linears]
+        places = [row * step.NUM_COLUMNS + column for row, column, _, _ in weights]
+        coded = [(row, column, part) for row, column, part in (*parts, (last, 0, head)) if "codes" in part]
+        places += [size + row * (step.DOWN + 1) + column for row, column, _ in coded]
+        self._places = np.array(places)
+        self._parameters = [part for *_, part, _ in weights] + [part for *_, part in coded]
+        self._names = [name for *_, name in weights] + ["scales"] * len(coded)
         self._take(self._look())
 
     def _look(self) -> list[torch.Tensor | None]:
