@@ -59,9 +59,10 @@ from anaphora.runtime.kernels.step import (
     VALUE_POOL,
 )
 from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
+from anaphora.runtime.kernels.unpacking import row_stride, rows_of
 
 # Places in the array of sizes.
-NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, OWN_BYTES = range(8)
+NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, OWN_BYTES, ROOM_BYTES = range(9)
 
 GROUP_PANELS = 16
 
@@ -69,20 +70,23 @@ CONFIGURATION_BYTES = 64
 """Of a thread's own memory: the tile unit's configuration before the step."""
 
 
-def own_bytes(hidden_size: int, head_dim: int, attention_bytes: int) -> int:
-    """What a thread needs for itself. attention_bytes: for a chunk, and the results of all items of a unit."""
+def own_bytes(hidden_size: int, head_dim: int, attention_bytes: int, code_bytes: int) -> int:
+    """What a thread needs for itself.
+
+    attention_bytes: for a chunk, and the results of all items of a unit. code_bytes: for weights that are unpacked.
+    """
     scratch = 2 * max(head_dim, 32) * 64 + 16 * 2 * max(head_dim, 32)
-    return CONFIGURATION_BYTES + scratch + max(GROUP_PANELS * 32 * hidden_size, attention_bytes)
+    return CONFIGURATION_BYTES + scratch + code_bytes + max(GROUP_PANELS * 32 * hidden_size, attention_bytes)
 
 
 @kernel
 def run_layers(
-    thread, num_threads, addresses, sizes, numbers, hidden, queries, gated, wide, cos, sin, slots, rows, sequences,
-    items, units, merges, parts, visible, partials, barrier, claims, own, configuration,
+    thread, num_threads, addresses, scales, sizes, numbers, hidden, queries, gated, wide, cos, sin, slots, rows,
+    sequences, items, units, merges, parts, visible, partials, barrier, claims, own, configuration, codes,
 ):  # fmt: skip
     """Run layers over panels.
 
-    addresses, numbers: tables of the layers, see step.run_step.
+    addresses, scales, numbers: tables of the layers, see step.run_step. codes: what their weights are, see code_layout.
     hidden: address of panels of bfloat16 [panels, hidden]; of every panel, 16 tokens. queries: of as many operands
     [heads, head_dim]. gated: of GROUP_PANELS operands [MLP]. wide: of GROUP_PANELS panels of float32 [hidden], for what
     is normalised before it is added. cos, sin: of panels of float32 [rotary embeddings, panels, head_dim].
@@ -101,7 +105,9 @@ def run_layers(
     saved = own + thread * sizes[OWN_BYTES]
     scratch = saved + CONFIGURATION_BYTES
     lines = scratch + 2 * max(dim, 32) * 64
-    plain = lines + 16 * 2 * max(dim, 32)
+    room = lines + 16 * 2 * max(dim, 32)
+    plain = room + sizes[ROOM_BYTES]
+    input_stride = row_stride(size, codes)
     attended, num_units = num_heads * dim, num_heads + 2 * num_kv_heads
     if not has_tiles():
         return
@@ -109,7 +115,7 @@ def run_layers(
     load_configuration(configuration)
     turn = 0
     for layer in range(len(addresses)):
-        a, f = addresses[layer], numbers[layer]
+        a, s, f = addresses[layer], scales[layer], numbers[layer]
         group, scale, turned = a[GROUP], f[N_SCALE], a[ROTARY] * num_panels * dim * 64
         begin_turn(claims, turn)
         todo, normed = claim(claims, turn), -1
@@ -127,14 +133,14 @@ def run_layers(
                 kind, head = VALUE, unit - num_heads - num_kv_heads
             elif unit >= num_heads:
                 kind, head = KEY, unit - num_heads
-            weight, bias = a[kind] + head * dim * 2 * size, a[kind + 1]
+            weight, bias = rows_of(a[kind], s[kind], head * dim, dim, size, room, codes), a[kind + 1]
             todo = claim(claims, turn)
             for i in range(0, count, 2):
                 pair = min(2, count - i)
                 for r in range(0, dim, 32):
                     multiply(
-                        weight + r * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size,
-                        scratch + r * 64, dim * 64, pair,
+                        weight + r * input_stride, 16 * input_stride, input_stride, plain + i * size * 32, size * 32,
+                        size, scratch + r * 64, dim * 64, pair,
                     )  # fmt: skip
                 for j in range(pair):
                     panel, line = first_panel + i + j, scratch + j * dim * 64
@@ -160,11 +166,11 @@ def run_layers(
         begin_turn(claims, turn)
         todo = parts[group, 0] + claim(claims, turn)
         while todo < parts[group, 1]:
-            s, kv_head, first, last = units[todo, 0], units[todo, 1], units[todo, 2], units[todo, 3]
+            sequence, kv_head, first, last = units[todo, 0], units[todo, 1], units[todo, 2], units[todo, 3]
             begin_key, end_key, place = units[todo, 4], units[todo, 5], units[todo, 6]
             results = partials + place * result_bytes(dim) if place >= 0 else plain + sizes[CHUNK_BYTES]
             attend_panels(
-                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[group, s], begin_key, end_key,
+                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[group, sequence], begin_key, end_key,
                 items[first:last], visible + 128 * first, kv_head, num_heads, num_kv_heads, scale, f[N_SOFT_CAP],
                 a[SINKS], plain, results, place >= 0, dim,
             )  # fmt: skip
@@ -189,8 +195,8 @@ def run_layers(
             count = min(GROUP_PANELS, num_panels - first_panel)
             here = hidden + first_panel * size * 32
             project(
-                a[OUTPUT], a[OUTPUT_BIAS], size, queries + first_panel * attended * 32, attended, here, count, wide,
-                a[ATTENTION_NORM], scratch, claims, turn,
+                a[OUTPUT], s[OUTPUT], a[OUTPUT_BIAS], size, queries + first_panel * attended * 32, attended, here,
+                count, wide, a[ATTENTION_NORM], scratch, room, claims, turn, codes,
             )  # fmt: skip
             turn += 1
             if not meet(barrier, num_threads):
@@ -208,11 +214,14 @@ def run_layers(
             todo = claim(claims, turn)
             while todo < mlp_size // 16:
                 n = 16 * todo
-                gate, up = a[GATE] + n * 2 * size, a[UP] + n * 2 * size
+                gate = rows_of(a[GATE], s[GATE], n, 16, size, room, codes)
+                up = rows_of(a[UP], s[UP], n, 16, size, room + 16 * input_stride, codes)
                 todo = claim(claims, turn)
                 for i in range(0, count, 2):
                     pair = min(2, count - i)
-                    multiply(gate, up - gate, 2 * size, plain + i * size * 32, size * 32, size, scratch, 32 * 64, pair)
+                    multiply(
+                        gate, up - gate, input_stride, plain + i * size * 32, size * 32, size, scratch, 32 * 64, pair
+                    )
                     for j in range(pair):
                         panel = scratch + j * 32 * 64
                         if a[GATE_BIAS] != 0:
@@ -225,8 +234,8 @@ def run_layers(
             if not meet(barrier, num_threads):
                 return
             project(
-                a[DOWN], a[DOWN_BIAS], size, gated, mlp_size, here, count, wide, a[MLP_OUT_NORM], scratch, claims,
-                turn,
+                a[DOWN], s[DOWN], a[DOWN_BIAS], size, gated, mlp_size, here, count, wide, a[MLP_OUT_NORM], scratch,
+                room, claims, turn, codes,
             )  # fmt: skip
             turn += 1
             if not meet(barrier, num_threads):
@@ -250,15 +259,20 @@ def multiply(first, across, stride, operand, operand_bytes, count, out, out_byte
 
 
 @kernel
-def project(weight, bias, size, operand, count, hidden, num_panels, wide, is_normalised, scratch, claims, turn):
+def project(
+    weight, scales, bias, size, operand, count, hidden, num_panels, wide, is_normalised, scratch, room, claims, turn,
+    codes,
+):  # fmt: skip
     """hidden += weight [size, count] × operand + bias, for the outputs that this thread gets.
 
     is_normalised: not 0 if they go to `wide` instead, panels of float32 [size].
     """
+    stride = row_stride(count, codes)
     begin_turn(claims, turn)
     todo = claim(claims, turn)
     while todo < size // 32:
         n = 32 * todo
+        rows = rows_of(weight, scales, n, 32, count, room, codes)
         todo = claim(claims, turn)
         for i in range(0, num_panels, 2):
             pair = min(2, num_panels - i)
@@ -266,8 +280,7 @@ def project(weight, bias, size, operand, count, hidden, num_panels, wide, is_nor
             if is_normalised != 0:
                 out, out_bytes = wide + (i * size + n) * 64, size * 64
             multiply(
-                weight + n * 2 * count, 16 * 2 * count, 2 * count, operand + i * count * 32, count * 32, count, out,
-                out_bytes, pair,
+                rows, 16 * stride, stride, operand + i * count * 32, count * 32, count, out, out_bytes, pair
             )  # fmt: skip
             for j in range(pair):
                 panel = out + j * out_bytes
