@@ -31,9 +31,9 @@ from anaphora.runtime.kernels.tile_attention import find_keys, score_panel
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
 from anaphora.runtime.kernels.vectors import I32, I64, Vectors, length
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 64
 
-SPAN_TOKENS = 2 * CHUNK_TOKENS
+SPAN_TOKENS = 512
 
 PANEL, LEAST, MOST = range(3)
 """Columns of `items`: a panel, and the least and most keys of the sequence that one of its 16 tokens sees."""

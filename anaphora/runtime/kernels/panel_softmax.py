@@ -41,26 +41,32 @@ def soften(tc, scores, whole, blocks, visible, scale, state, weights):
         seen = v.load(visible, wide, 4)
         lowest = v.constant(LOWEST)
         before = v.load_floats(state)
-        best = cgutils.alloca_once_value(b, before)
+        # Several at a time, as each waits for the one before it.
+        best = [cgutils.alloca_once_value(b, before) for _ in range(4)]
         total = cgutils.alloca_once_value(b, v.zero)
 
         def sees(key: Any) -> Any:
             return b.icmp_signed("<", v.splat_integer(key), seen)
 
+        def larger(value: Any, other: Any) -> Any:
+            return b.select(b.fcmp_ordered(">", value, other), value, other)
+
         def greatest(block: Any, masked: bool) -> None:
             place = b.add(scores, b.mul(block, v.number(32 * 64)))
-            found = b.load(best)
+            found = [b.load(each) for each in best]
             for i in range(32):
                 value = v.load_floats(v.at(place, 64 * i))
                 if masked:
                     value = b.select(sees(v.at(b.mul(block, v.number(32)), i)), value, lowest)
-                found = b.select(b.fcmp_ordered(">", value, found), value, found)
-            b.store(found, best)
+                found[i % 4] = larger(value, found[i % 4])
+            for each, value in zip(best, found, strict=True):
+                b.store(value, each)
 
         for begin, end, masked in ((v.number(0), whole, False), (whole, blocks, True)):
             with cgutils.for_range_slice(b, begin, end, v.number(1), I64) as (block, _):
                 greatest(block, masked)
-        top, factor = b.load(best), v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E)))
+        found = [b.load(each) for each in best]
+        top, factor = larger(larger(found[0], found[1]), larger(found[2], found[3])), v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E)))
         shift = b.fneg(b.fmul(top, factor))
         kept = short_power_of_two(v, b.fmul(b.fsub(before, top), factor))
 
