@@ -27,6 +27,7 @@ _COMMAND = re.compile(r"/\w+(\s|$)")  # a path has a second slash
 
 @flatten_options
 def chat(
+    context: typer.Context,
     *,
     system: Annotated[str | None, typer.Option(help="System message that begins the conversation.")] = None,
     cache_salt: CacheSalt = None,
@@ -67,7 +68,7 @@ def chat(
         except (RequestError, StepFailedError) as error:
             if not interactive:
                 raise
-            console.print_error(error)
+            console.print_error(error, context.command)
 
 
 def _read_turn(out: Console, interactive: bool) -> str | None:

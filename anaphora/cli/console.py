@@ -1,4 +1,6 @@
-"""Where the commands write: results on stdout, everything else on stderr. Knows rich and the standard streams only."""
+"""Where the commands write: results on stdout, everything else on stderr. Knows rich and the standard streams, and in
+which words the command line speaks of options.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+
+from anaphora.cli.flags import in_flags
 
 
 def stdout() -> Console:
@@ -28,10 +32,12 @@ def stderr() -> Console:
     return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_error(error: Exception) -> None:
-    """One line on stderr, with what was noted on the error on its way."""
+def print_error(error: Exception, command: Any = None) -> None:
+    """One line on stderr, with what was noted on the error on its way. command: whose options it may be about."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     message = " ".join(f"{error}{notes}".split()) or type(error).__name__
+    if command is not None:
+        message = in_flags(message, command)
     stderr().print(f"error: {message}", style="red")
 
 

@@ -16,10 +16,12 @@ from anaphora.cli.prompts import read_prompts
 from anaphora.cli.report import Limits, request_document, request_line
 from anaphora.engine.outputs import RequestOutput
 from anaphora.errors import StepFailedError
+from anaphora.runtime.sources.names import is_model
 
 
 @flatten_options
 def generate(
+    context: typer.Context,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(help="The prompts; - reads one from stdin, as does a pipe where no prompt is given."),
@@ -54,6 +56,12 @@ def generate(
     if sampling.logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs needs --json: the text has no place for them")
     params = sampling.params()
+    source = context.get_parameter_source("model")
+    if prompts and source is not None and source.name == "DEFAULT" and is_model(prompts[0]):
+        raise typer.BadParameter(
+            f"{prompts[0]!r} is a model, and stands where a prompt does: name it with -m {prompts[0]}. "
+            "To take it for a prompt, name the model that reads it, too"
+        )
     engine.check_names(needs_chat_template=chat)
     texts = read_prompts(prompts or [], file or [])
     with console.only_json() if as_json else contextlib.nullcontext():

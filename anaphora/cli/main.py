@@ -47,7 +47,8 @@ class _ReportingGroup(PlainGroup):
         except AnaphoraError as error:
             if ctx.params["debug"]:
                 raise
-            console.print_error(error)
+            has_options = isinstance(error, ConfigError | RequestError)  # what others name, nobody typed
+            console.print_error(error, self.commands.get(ctx.invoked_subcommand) if has_options else None)
             raise typer.Exit(2 if isinstance(error, _USER_ERRORS) else 1) from error
 
 

@@ -71,6 +71,9 @@ class ServerOptions:
     max_remote_image_bytes: Annotated[int, _option(help="Most bytes of an image that is fetched.")] = _SERVER[
         "max_remote_image_bytes"
     ]
+    max_image_fetches: Annotated[int, _option(help="Requests whose images are fetched at a time.")] = _SERVER[
+        "max_image_fetches"
+    ]
     max_queue: Annotated[int, _option(help="Requests that may wait besides those that run.")] = _SERVER["max_queue"]
     request_timeout_s: Annotated[float, _option("--request-timeout", help="Most seconds of one request.")] = _SERVER[
         "request_timeout_s"

@@ -37,14 +37,8 @@ def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     Scales and minima are rounded before the codes are chosen. Of a group that is not finite neither is the scale, so
     what it gives is found as it would be without codes.
     """
-    groups = weight.detach().float().reshape(weight.shape[0], -1, GROUP)
-    if bits == 8:
-        scales = groups.abs().amax(dim=2, keepdim=True).div_(127).half()
-        low, largest = torch.zeros_like(scales), 127
-    else:
-        low = groups.amin(dim=2, keepdim=True).half()
-        scales = (groups.amax(dim=2, keepdim=True) - low.float()).div_(15).half()
-        largest = 15
+    groups, low, scales = _groups(weight, bits)
+    largest = 127 if bits == 8 else 15
     scales.masked_fill_(scales == 0, 1)
     codes = groups.sub(low.float()).div_(scales.float()).round_().clamp_(largest - (1 << bits) + 1, largest)
     codes = codes.nan_to_num_(0).add_((1 << bits) - 1 - largest).to(torch.uint8)
@@ -52,6 +46,22 @@ def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     return _pack(codes, bits), sides.view(-1, BLOCK, *sides.shape[1:]).permute(0, 2, 3, 1).contiguous().view(
         torch.int16
     )
+
+
+def can_hold(weight: torch.Tensor, bits: int) -> bool:
+    """Whether every group of a matrix has a scale and a minimum, as numbers that are finite and fit float16 have."""
+    _, low, scales = _groups(weight, bits)
+    return bool((low.isfinite() & scales.isfinite()).all())
+
+
+def _groups(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix as float32 [out, groups, 32], and of each group minimum and scale, float16 [out, groups, 1]."""
+    groups = weight.detach().float().reshape(weight.shape[0], -1, GROUP)
+    if bits == 8:
+        scales = groups.abs().amax(dim=2, keepdim=True).div_(127).half()
+        return groups, torch.zeros_like(scales), scales
+    low = groups.amin(dim=2, keepdim=True).half()
+    return groups, low, (groups.amax(dim=2, keepdim=True) - low.float()).div_(15).half()
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

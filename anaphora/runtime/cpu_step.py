@@ -73,7 +73,7 @@ class CpuStep:
         self._decoder = decoder
         self._kinds = tuple(kinds)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
-        self._numbers = _numbers(decoder)
+        self.numbers = _numbers(decoder)
         self.addresses = WeightAddresses(decoder)
         self._check(decoder)
         sizes = (self._hidden_size, self._mlp_size, decoder.head_dim)
@@ -200,7 +200,7 @@ class CpuStep:
         arguments: tuple[Any, ...] = (
             num_threads, addresses[layers], self.addresses.scales()[[*numbers, -1]],
             np.array([*sizes, use_tiles], dtype=np.int64),
-            self._numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
+            self.numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.work, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first,
             chunks.visible, chunks.partials, chunks.token_partials, keep.numpy(), final,
             np.array(buffers, dtype=np.int64), self._own.ctypes.data, self._own_size,

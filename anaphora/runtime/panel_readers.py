@@ -1,18 +1,24 @@
 """Who attends to what in a step of panels: each sequence's keys, the panels that read them, and how that is cut up.
 
-Knows attention calls and positions; knows nothing of weights and of the kernels' memory.
+Knows attention calls, attention kinds and positions; knows nothing of weights and of the kernels' memory. Groups of one
+kind differ only in where their keys lie.
+
+    keys of a sequence    0 ...... 256 ...... 512 ...... 768 ..
+    panel 40 .. 55 sees             [ 300 ........... 640 )          a window: rows from 256 on, and one unit from there
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from anaphora.core.groups import AttentionKind
 from anaphora.core.ids import cdiv
-from anaphora.runtime.attention import AttentionCall
-from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, SPAN_TOKENS
+from anaphora.runtime.attention import AttentionCall, GroupInputs
+from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, END, FIRST, PANEL, SPAN_TOKENS
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 
 Int64 = npt.NDArray[np.int64]
@@ -25,10 +31,18 @@ UNITS_PER_THREAD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Readers:
-    """Who reads what, for all layers alike; the arrays are those of kernels.panel_step.run_layers.
+class Heads:
+    """of_keys: K/V heads. group: query heads of each one."""
 
-    units: those that take longest first.
+    of_keys: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Who reads what; the arrays are those of kernels.panel_step.run_layers.
+
+    units: of a group, those that take longest first.
     most_items: of one unit.
     num_results: that units leave apart, to be merged.
     """
@@ -38,65 +52,120 @@ class Readers:
     items: Int64
     units: Int64
     merges: Int64
+    parts: Int64
     visible: npt.NDArray[np.int32]
     most_items: int
     num_results: int
 
 
 def find_readers(
-    calls: tuple[AttentionCall, ...],
+    groups: Sequence[GroupInputs],
+    kinds: Sequence[AttentionKind],
     positions: Int64,
     block_size: int,
     row_bytes: int,
-    num_kv_heads: int,
-    group: int,
+    heads: Heads,
     num_threads: int,
 ) -> Readers:
-    """positions: of each token of the packed batch. row_bytes: of one token in a layer's pool. group: query heads of a
-    K/V head."""
-    padded = np.append(positions, np.full(-len(positions) % PANEL_TOKENS, -1)).reshape(-1, PANEL_TOKENS)
-    tokens = np.arange(padded.size).reshape(padded.shape)
+    """positions: of each token of the packed batch. kinds: of the groups. row_bytes: of one token in a layer's pool."""
+    patterns: dict[AttentionKind, _Pattern] = {}
+    items = units = merges = 0
+    for group, kind in zip(groups, kinds, strict=True):
+        if kind not in patterns:
+            pattern = _Pattern(group.calls, kind, positions, block_size, heads, num_threads)
+            pattern.first_item, pattern.first_unit, pattern.first_merge = items, units, merges
+            pattern.units[:, 2:4] += items
+            items, units, merges = items + len(pattern.items), units + len(pattern.units), merges + len(pattern.merges)
+            patterns[kind] = pattern
     rows: list[Int64] = []
-    sequences: list[tuple[int, int]] = []
-    items: list[tuple[int, int, int]] = []
-    seen: list[Int64] = []
-    ends: list[int] = []  # of each sequence's items
+    sequences: list[Int64] = []
     num_rows = 0
-    for call in calls:
-        length = (call.end - call.begin) // call.num_seqs
-        tables = call.block_ids.numpy().reshape(call.num_seqs, -1).astype(np.int64)
-        for table, first in zip(tables, range(call.begin, call.end, length), strict=True):
-            end = first + length
-            num_keys = int(positions[end - 1]) + 1
-            slots = (table[: cdiv(num_keys, block_size), None] * block_size + np.arange(block_size)).ravel()[:num_keys]
-            rows.append(np.pad(slots, (0, -num_keys % CHUNK_TOKENS), mode="edge") * row_bytes)
-            for panel in range(first // PANEL_TOKENS, cdiv(end, PANEL_TOKENS)):
-                inside = (tokens[panel] >= first) & (tokens[panel] < end)
-                counts = np.where(inside, padded[panel] + 1, 0)
-                items.append((panel, int(counts.min()), int(counts.max())))
-                seen.append(counts)
-            ends.append(len(items))
-            sequences.append((num_rows, num_keys))
-            num_rows += len(rows[-1])
-    units, merges = _cut(ends, items, num_kv_heads, group, num_threads)
+    for group, kind in zip(groups, kinds, strict=True):
+        pattern = patterns[kind]
+        ids = np.concatenate([call.block_ids.numpy() for call in group.calls]).astype(np.int64)
+        rows.append((ids[pattern.columns] * block_size + pattern.offsets) * row_bytes)
+        sequences.append(pattern.sequences + num_rows)
+        num_rows += len(rows[-1])
+    each = list(patterns.values())
+    all_units, all_merges = (
+        np.concatenate(arrays) for arrays in zip(*((p.units, p.merges) for p in each), strict=True)
+    )
     return Readers(
         rows=np.concatenate(rows),
-        sequences=np.array(sequences, dtype=np.int64),
-        items=np.array(items, dtype=np.int64),
-        units=units,
-        merges=merges,
-        visible=np.stack(seen).astype(np.int32),
-        most_items=int((units[:, 3] - units[:, 2]).max()),
-        num_results=int((merges[:, 3] * (merges[:, 4] - 1) + merges[:, 2]).max(initial=-1)) + 1,
+        sequences=np.stack(sequences),
+        items=np.concatenate([pattern.items for pattern in each]),
+        units=all_units,
+        merges=all_merges,
+        parts=np.array([patterns[kind].part() for kind in kinds], dtype=np.int64),
+        visible=np.concatenate([pattern.visible for pattern in each]).astype(np.int32),
+        most_items=int((all_units[:, 3] - all_units[:, 2]).max()),
+        num_results=int((all_merges[:, 3] * (all_merges[:, 4] - 1) + all_merges[:, 2]).max(initial=-1)) + 1,
     )
 
 
-def _cut(
-    ends: list[int], items: list[tuple[int, int, int]], num_kv_heads: int, group: int, num_threads: int
-) -> tuple[Int64, Int64]:
-    """Units and merges. ends: of each sequence's items. group: query heads of a K/V head."""
+class _Pattern:
+    """What is the same for all groups of one kind.
+
+    columns, offsets: of each row, its block among the ids of all calls, and its place there. sequences: see Readers.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[AttentionCall],
+        kind: AttentionKind,
+        positions: Int64,
+        block_size: int,
+        heads: Heads,
+        num_threads: int,
+    ) -> None:
+        self.first_item = self.first_unit = self.first_merge = 0
+        seen_from = np.array([kind.first_visible(position) for position in positions.tolist()], dtype=np.int64)
+        padding = (0, -len(positions) % PANEL_TOKENS)
+        tokens = np.arange(len(positions) + padding[1]).reshape(-1, PANEL_TOKENS)
+        firsts, ends = (np.pad(each, padding).reshape(tokens.shape) for each in (seen_from, positions + 1))
+        keys: list[Int64] = []
+        columns: list[Int64] = []
+        sequences: list[int] = []
+        items: list[Int64] = []
+        visible: list[Int64] = []
+        num_rows = num_ids = 0
+        for call in calls:
+            length = (call.end - call.begin) // call.num_seqs
+            for first in range(call.begin, call.end, length):
+                begin, last = int(seen_from[first]), int(positions[first + length - 1])
+                begin_row = begin // CHUNK_TOKENS * CHUNK_TOKENS
+                # Before the first key that anyone sees stands its row, too, and behind the last one its.
+                keys.append(np.arange(begin_row, (last // CHUNK_TOKENS + 1) * CHUNK_TOKENS).clip(begin, last))
+                columns.append(keys[-1] // block_size - begin // block_size + num_ids)
+                num_ids += len(call.block_ids) // call.num_seqs
+                sequences.append(num_rows - begin_row)
+                num_rows += len(keys[-1])
+                panels = slice(first // PANEL_TOKENS, cdiv(first + length, PANEL_TOKENS))
+                inside = (tokens[panels] >= first) & (tokens[panels] < first + length)
+                seen = np.where(inside[:, None], np.stack([firsts[panels], ends[panels]], axis=1), 0)
+                numbers = np.arange(panels.start, panels.stop)
+                least = np.where(inside, firsts[panels], last).min(axis=1)
+                items.append(
+                    np.stack([numbers, least, seen[:, 0].max(1), seen[:, 1].min(1), seen[:, 1].max(1)], axis=1)
+                )
+                visible.append(seen)
+        self.offsets = np.concatenate(keys) % block_size
+        self.columns = np.concatenate(columns)
+        self.sequences = np.array(sequences, dtype=np.int64)
+        self.visible = np.concatenate(visible)
+        self.items = np.concatenate(items)
+        ends_of_items = np.cumsum([len(each) for each in items]).tolist()
+        self.units, self.merges = _cut(ends_of_items, self.items.tolist(), heads, num_threads)
+
+    def part(self) -> tuple[int, int, int, int]:
+        end_unit, end_merge = self.first_unit + len(self.units), self.first_merge + len(self.merges)
+        return self.first_unit, end_unit, self.first_merge, end_merge
+
+
+def _cut(ends: list[int], items: list[list[int]], heads: Heads, num_threads: int) -> tuple[Int64, Int64]:
+    """Units and merges. ends: of each sequence's items."""
     enough = UNITS_PER_THREAD * num_threads
-    num_pieces = len(items) * num_kv_heads
+    num_pieces = len(items) * heads.of_keys
     # Where there are so few items that heads alone do not occupy all threads, spans do.
     by_spans = num_pieces < enough
     longest = MOST_ITEMS if by_spans else min(MOST_ITEMS, num_pieces // enough)
@@ -107,19 +176,28 @@ def _cut(
     for sequence, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         for first in range(begin, end, longest):
             last = min(first + longest, end)
-            num_keys, num_results = items[last - 1][2], (last - first) * group
-            num_spans = cdiv(num_keys, SPAN_TOKENS) if by_spans else 1
-            for head in range(num_kv_heads):
+            begin_key, end_key = items[first][FIRST] // CHUNK_TOKENS * CHUNK_TOKENS, items[last - 1][END]
+            num_results = (last - first) * heads.group
+            first_span = begin_key // SPAN_TOKENS
+            num_spans = cdiv(end_key, SPAN_TOKENS) - first_span if by_spans else 1
+            for head in range(heads.of_keys):
                 if num_spans == 1:
-                    units.append((sequence, head, first, last, 0, num_keys, -1))
-                    work.append(sum(most for _, _, most in items[first:last]))
+                    units.append((sequence, head, first, last, begin_key, end_key, -1))
+                    work.append(sum(item[END] - item[FIRST] for item in items[first:last]))
                     continue
                 for span in range(num_spans):
-                    keys = span * SPAN_TOKENS, min((span + 1) * SPAN_TOKENS, num_keys)
+                    keys = (first_span + span) * SPAN_TOKENS, (first_span + span + 1) * SPAN_TOKENS
+                    keys = max(begin_key, keys[0]), min(keys[1], end_key)
                     units.append((sequence, head, first, last, *keys, place + span * num_results))
                     work.append((last - first) * (keys[1] - keys[0]))
                 merges += [
-                    (items[first + n // group][0], head * group + n % group, place + n, num_results, num_spans)
+                    (
+                        items[first + n // heads.group][PANEL],
+                        head * heads.group + n % heads.group,
+                        place + n,
+                        num_results,
+                        num_spans,
+                    )
                     for n in range(num_results)
                 ]
                 place += num_spans * num_results

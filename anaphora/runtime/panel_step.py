@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
@@ -29,12 +28,12 @@ from anaphora.runtime.decoder import (
     shape,
     tensor,
 )
-from anaphora.runtime.kernels import barrier, panel_step, step, tiles
+from anaphora.runtime.kernels import barrier, panel_head, panel_step, step, tiles
 from anaphora.runtime.kernels.codes import unpack_matrices
 from anaphora.runtime.kernels.panel_attention import chunk_bytes, result_bytes
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 from anaphora.runtime.lora.context import AdapterContext
-from anaphora.runtime.panel_readers import find_readers
+from anaphora.runtime.panel_readers import Heads, find_readers
 from anaphora.runtime.threads import ThreadTeam
 
 Int64 = npt.NDArray[np.int64]
@@ -68,17 +67,17 @@ class PanelStep:
             raise NotRecognisedError(f"its MLP is a {type(mlp).__name__}")
         if tensor(decoder.norm.parameters).dtype != torch.bfloat16:
             raise NotRecognisedError("its weights are not bfloat16")
-        if more := _more_than_a_llama(decoder, mlp, kinds):
-            raise NotRecognisedError(f"it has {more}")
+        sizes = (*shape(decoder.layers[0].output), *shape(mlp.gate), decoder.head_dim)
+        if any(size % 32 for size in sizes):
+            raise NotRecognisedError("it has sizes that are no multiples of 32")
         if not (step.has_tile_unit() and tiles_allowed()):
             raise NotRecognisedError("this CPU has no tile unit for bfloat16")
         self._codes = (0,) * num_half_bytes(mlp.gate)
         self._mlp_size, self._hidden_size = shape(mlp.gate)
         self._decoder, self._few_tokens = decoder, few_tokens
-        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._num_heads, self._heads = num_heads, Heads(num_kv_heads, num_heads // num_kv_heads)
+        self._kinds, self._numbers = tuple(kinds), few_tokens.numbers
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
-        norms = [(la.input_norm, la.query_norm, la.key_norm, la.mlp_norm) for la in decoder.layers]
-        self._eps = np.array([[0.0 if norm is None else norm.eps for norm in four] for four in norms], np.float32)
         self._addresses = few_tokens.addresses
         self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
         self._claims = np.zeros(barrier.CLAIMS_SIZE, dtype=np.int64)
@@ -130,33 +129,35 @@ class PanelStep:
         """Overwrites the panels. Returns the kernels' sizes, and the address of the threads' own memory."""
         if torch.get_num_threads() != self._team.num_threads:
             self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
-        team, (group,), dim = self._team, context.groups, self._decoder.head_dim
+        team, dim, heads = self._team, self._decoder.head_dim, self._heads
         positions = position_ids[0].numpy()
-        row_bytes, heads = self._num_kv_heads * dim * 2, self._num_heads // self._num_kv_heads
         readers = find_readers(
-            group.calls, positions, context.cache.block_size, row_bytes, self._num_kv_heads, heads, team.num_threads
-        )
-        attention = chunk_bytes(dim) + 2 * readers.most_items * heads * result_bytes(dim)
+            context.groups, self._kinds, positions, context.cache.block_size, heads.of_keys * dim * 2, heads,
+            team.num_threads,
+        )  # fmt: skip
+        attention = chunk_bytes(dim) + 2 * readers.most_items * heads.group * result_bytes(dim)
         own_size = cdiv(panel_step.own_bytes(self._hidden_size, dim, attention), 64) * 64
         own = self._room("own", team.num_threads * own_size)
-        cos, sin = (_panels(part.float()) for part in rotations[0])
+        cos, sin = (torch.stack([_panels(part.float()) for part in parts]) for parts in zip(*rotations, strict=True))
+        slots = np.stack([group.slot_mapping.numpy() for group in context.groups])
         addresses, _ = self._addresses.now(context)
         addresses = addresses[numbers.start : numbers.stop]
-        counts = (len(positions), self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, dim)
+        counts = (len(positions), self._hidden_size, self._num_heads, heads.of_keys, self._mlp_size, dim)
         sizes = np.array([*counts, chunk_bytes(dim), own_size], dtype=np.int64)
-        eps = self._eps[list(numbers)]
+        table = self._numbers[numbers.start : numbers.stop]
+        group_tokens = panel_step.GROUP_PANELS * PANEL_TOKENS
         arguments = (
-            np.float32(self._decoder.layers[0].scaling), panels.data_ptr(),
-            self._room("queries", len(panels) * self._num_heads * dim * PANEL_TOKENS * 2),
-            self._room("gated", panel_step.GROUP_PANELS * self._mlp_size * PANEL_TOKENS * 2),
-            cos.data_ptr(), sin.data_ptr(), group.slot_mapping.numpy(), readers.rows.ctypes.data, readers.sequences,
-            readers.items, readers.units, readers.merges, readers.visible.ctypes.data,
+            panels.data_ptr(), self._room("queries", len(panels) * self._num_heads * dim * PANEL_TOKENS * 2),
+            self._room("gated", group_tokens * self._mlp_size * 2),
+            self._room("wide", group_tokens * self._hidden_size * 4),
+            cos.data_ptr(), sin.data_ptr(), slots, readers.rows.ctypes.data, readers.sequences, readers.items,
+            readers.units, readers.merges, readers.parts, readers.visible.ctypes.data,
             self._room("partials", readers.num_results * result_bytes(dim)), team.barrier.ctypes.data,
             self._claims.ctypes.data, own, self._configuration.ctypes.data,
         )  # fmt: skip
 
         def run(part: slice) -> None:
-            layers = (team.num_threads, addresses[part], sizes, eps[part])
+            layers = (team.num_threads, addresses[part], sizes, table[part])
             self._claims[:] = 0
             team.run(lambda thread: panel_step.run_layers(thread, *layers, *arguments), self._abandon)
 
@@ -173,7 +174,7 @@ class PanelStep:
         """The last norm and the head: logits of tokens `keep`, and all normed."""
         decoder, team, (num_tokens, hidden_size) = self._decoder, self._team, sizes[:2]
         head = tensor(decoder.head)
-        in_kernel = "codes" not in decoder.head and decoder.soft_cap is None and len(head) >= panel_step.BLOCK_WORDS
+        in_kernel = "codes" not in decoder.head and len(head) >= panel_head.BLOCK_WORDS
         normed = torch.empty((len(panels) * PANEL_TOKENS, hidden_size), dtype=torch.bfloat16)
         logits = torch.empty((len(keep) if in_kernel else 0, len(head)), dtype=torch.bfloat16)
         kept = np.pad(keep.numpy(), (0, -len(keep) % PANEL_TOKENS), mode="edge" if len(keep) else "empty")
@@ -181,12 +182,13 @@ class PanelStep:
         bias = decoder.head.get("bias")
         arguments = (
             team.num_threads, sizes, panels.data_ptr(), tensor(decoder.norm.parameters).data_ptr(),
-            np.float32(decoder.norm.eps), normed.data_ptr(), kept.ctypes.data, len(logits), head.data_ptr(),
-            0 if bias is None else bias.data_ptr(), len(head), logits.data_ptr(), team.barrier.ctypes.data,
-            self._claims.ctypes.data, own, self._configuration.ctypes.data,
+            np.float32(decoder.norm.eps), np.float32(decoder.norm.offset), normed.data_ptr(), kept.ctypes.data,
+            len(logits), head.data_ptr(), 0 if bias is None else bias.data_ptr(), len(head),
+            np.float32(decoder.soft_cap or 0), logits.data_ptr(), team.barrier.ctypes.data, self._claims.ctypes.data,
+            own, self._configuration.ctypes.data,
         )  # fmt: skip
         self._claims[:] = 0
-        team.run(lambda thread: panel_step.run_head(thread, *arguments), self._abandon)
+        team.run(lambda thread: panel_head.run_head(thread, *arguments), self._abandon)
         normed = normed[:num_tokens]
         return logits if in_kernel else decoder.logits(normed.index_select(0, keep)), normed
 
@@ -213,31 +215,6 @@ class PanelStep:
 
     def _abandon(self) -> None:
         self._team.barrier[barrier.ABANDONED] = 1
-
-
-def _more_than_a_llama(decoder: Decoder, mlp: GatedMlp, kinds: Sequence[AttentionKind]) -> str:
-    """What these kernels do not compute and CpuStep does; empty: nothing."""
-    sample = torch.linspace(-9, 9, 64)
-    for layer in decoder.layers:
-        norms = (layer.input_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)
-        if layer.attention_norm is not None or layer.mlp_out_norm is not None:
-            return "norms of what attention and MLP give"
-        if any(norm is not None and norm.offset for norm in norms):
-            return "norms whose weights are distances from 1"
-        if layer.soft_cap is not None or layer.sinks is not None:
-            return "soft caps or sinks"
-        if isinstance(layer.mlp, GatedMlp) and not torch.allclose(layer.mlp.activation(sample), F.silu(sample)):
-            return "another activation than SiLU"
-        if layer.scaling != decoder.layers[0].scaling:
-            return "layers that scale scores differently"
-    if tuple(kinds) != (FullAttention(),):
-        return "layers that do not see every earlier token"
-    if len(decoder.layer_types) > 1:
-        return "several rotary embeddings"
-    sizes = (*shape(decoder.layers[0].output), *shape(mlp.gate), decoder.head_dim)
-    if any(size % 32 for size in sizes):
-        return "sizes that are no multiples of 32"
-    return ""
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from anaphora.runtime.codes import dequantize, embed, linear, matrix_shape, num_bits, quantize
+from anaphora.runtime.codes import can_hold, dequantize, embed, linear, matrix_shape, num_bits, quantize
 
 
 class StoredWeight:
@@ -38,6 +38,10 @@ class StoredWeight:
         """Whether this matrix gives the codes and scales that are here."""
         codes, scales = quantize(weight.to(self.device), num_bits(self.codes))
         return torch.equal(codes, self.codes) and torch.equal(scales, self.scales)
+
+    def can_hold(self, weight: torch.Tensor) -> bool:
+        """Whether a matrix has codes and scales at all; see `codes.can_hold`."""
+        return can_hold(weight.to(self.device), num_bits(self.codes))
 
     def copy_(self, weight: torch.Tensor) -> None:
         codes, scales = quantize(weight, num_bits(self.codes))

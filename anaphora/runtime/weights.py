@@ -182,3 +182,14 @@ def _check(name: object, tensor: object, own: Mapping[str, Target]) -> None:
         raise WeightsError(f"{name} has the shape {list(tensor.shape)}, the model's has {list(target.shape)}")
     if tensor.dtype != target.dtype:
         raise WeightsError(f"{name} is {tensor.dtype}, the model's is {target.dtype}: convert it first")
+    if not _is_finite(tensor) and (isinstance(target, StoredWeight) or _is_finite(target)):
+        raise WeightsError(f"{name} holds infinities or NaN: every request would fail with it; give finite numbers")
+    if isinstance(target, StoredWeight) and not target.can_hold(tensor):
+        raise WeightsError(f"{name} holds numbers too large for quantised weights, whose scales are float16")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    # One pass that keeps nothing, and a tenth of what `isfinite` takes; both extremes are NaN where anything is.
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor.detach()))

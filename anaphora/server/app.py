@@ -37,6 +37,7 @@ from anaphora.server.fields import (
 )
 from anaphora.server.forget import ForgetFields, forget_prefix_cache
 from anaphora.server.generation import GenerationEndpoint, Job, Places
+from anaphora.server.image_fetches import ImageFetches
 from anaphora.server.json_endpoint import Answer, JsonEndpoint, ToCaller
 from anaphora.server.metrics import CONTENT_TYPE, Metrics
 from anaphora.server.openapi import ANSWERS_AT_ONCE, GENERATES, REFUSES_BODIES, Operation, describe
@@ -77,6 +78,7 @@ def build_app(
         domains=CacheDomains(secrets.token_bytes(32) if secret is None else secret, config.share_cache),
         api_keys=api_keys,
         model_name=config.served_model_name or model_name,
+        image_fetches=ImageFetches(config),
     )
 
     @contextlib.asynccontextmanager
@@ -85,6 +87,7 @@ def build_app(
         try:
             yield
         finally:
+            service.image_fetches.stop()
             await async_engine.stop()
 
     operations = _operations(service, Places(max_num_seqs + config.max_queue))

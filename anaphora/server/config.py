@@ -28,7 +28,8 @@ class ServerConfig:
     token_memo_bytes: for pieces of text and their tokens, so that what comes again is not tokenised again; 0: no memo.
     share_cache: groups of tenants who agreed to share cached beginnings; without a key file it means nothing.
     allow_remote_images: fetch http and https URLs of images, from public addresses only; else data URLs alone are read.
-    remote_image_timeout_s: for all images of one request, redirects included. max_remote_image_bytes: of one image.
+    remote_image_timeout_s: for all images of one request, redirects included, and waiting for its turn.
+    max_remote_image_bytes: of one image. max_image_fetches: requests whose images are fetched at a time.
     open_metrics: with a key file, let anybody read /metrics; else it needs an admin key.
 
     Raises ConfigError.
@@ -56,6 +57,7 @@ class ServerConfig:
     allow_remote_images: bool = False
     remote_image_timeout_s: float = 10.0
     max_remote_image_bytes: int = 20 * 1024 * 1024
+    max_image_fetches: int = 32
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

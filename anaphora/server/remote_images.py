@@ -55,7 +55,10 @@ _GLOBAL_UNICAST = (ipaddress.ip_network("2000::/3"),)
 
 
 class RemoteImages:
-    """Fetches the images of one request, within the limits of a server. is_allowed, clock: for tests."""
+    """Fetches the images of one request, within the limits of a server. Its time begins here.
+
+    is_allowed, clock: for tests.
+    """
 
     def __init__(
         self,
@@ -70,14 +73,13 @@ class RemoteImages:
         self._names = names
         self._is_allowed = is_allowed
         self._clock = clock
-        self._until: float | None = None  # of all images together, from the first one on
+        self._until = clock() + config.remote_image_timeout_s  # of all images together
 
     def fetch(self, image: NamedImage) -> bytes:
         """What a URL holds. Raises InvalidParameterError, which says nothing of addresses or of what answered there."""
         field, url = image.field, str(image.image)
-        until = self._until = self._clock() + self._timeout_s if self._until is None else self._until
         for _ in range(MAX_REDIRECTS + 1):
-            found = self._get(url, field, until)
+            found = self._get(url, field, self._until)
             if isinstance(found, bytes):
                 return found
             url = found

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from starlette.types import Scope
@@ -20,10 +19,9 @@ from anaphora.server.arrival import Arrival
 from anaphora.server.config import ServerConfig
 from anaphora.server.errors import ApiError, as_api_error
 from anaphora.server.fields import ConversationFields, RequestFields, parse_fields
+from anaphora.server.image_fetches import ImageFetches
 from anaphora.server.messages import template_messages
 from anaphora.server.metrics import Metrics
-from anaphora.server.name_lookup import NameLookup
-from anaphora.server.remote_images import RemoteImages
 from anaphora.server.tenants import ANYBODY, ApiKeys, CacheDomains, Caller
 from anaphora.server.text import TextTools
 
@@ -35,7 +33,7 @@ _Fields = TypeVar("_Fields", bound=RequestFields)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """api_keys: None lets anybody call, and do everything. names: of hosts that images are fetched from."""
+    """api_keys: None lets anybody call, and do everything."""
 
     engine: AsyncEngine
     text: TextTools
@@ -44,7 +42,7 @@ class Service:
     domains: CacheDomains
     api_keys: ApiKeys | None
     model_name: str
-    names: NameLookup = field(default_factory=NameLookup)
+    image_fetches: ImageFetches
 
     def authenticate(self, scope: Scope) -> Caller:
         """Who calls, by `Authorization: Bearer KEY`. Raises ApiError."""
@@ -149,20 +147,21 @@ class Service:
     async def fetch_images(self, fields: ConversationFields) -> Callable[[NamedImage], bytes] | None:
         """The images of a conversation that are elsewhere, all fetched; None if this server fetches none.
 
-        Not on the worker threads, which other requests' texts wait for. Raises ApiError.
+        Not on the worker threads, which other requests' texts wait for; and texts alone wait for no fetch. Raises
+        ApiError.
         """
         engine = self.engine.engine
         if engine.image_token is None or not self.config.allow_remote_images:
             return None
 
-        def fetch() -> dict[str, bytes]:
+        def named() -> list[NamedImage]:
             _, images = take_images(template_messages(fields.messages or (), with_images=True))
             engine.check_num_images(len(images), "messages")
-            remote = RemoteImages(self.config, self.names)
-            return {image.field: remote.fetch(image) for image in images if isinstance(image.image, str)}
+            return [image for image in images if isinstance(image.image, str)]
 
         try:
-            found = await asyncio.to_thread(fetch)
+            elsewhere = await self.engine.in_worker(named)
+            found = await self.image_fetches.fetch(elsewhere) if elsewhere else {}
         except RequestError as error:
             raise as_api_error(error, prompt="messages") from None
         return lambda image: found[image.field]

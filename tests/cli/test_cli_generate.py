@@ -15,6 +15,7 @@ from anaphora.cli.generate import InOrder
 from anaphora.cli.main import main
 from anaphora.cli.report import Limits
 from anaphora.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from anaphora.runtime.sources.names import is_model
 
 ONE, TWO = "Hello there, this is a beginning", "Hello there, this is another"  # 32 and 28 bytes, 21 in common
 _MORE = ["no weights", "encoder", "path", "hub", "tokenizer", "tokenizer path", "empty", "empty file"]
@@ -68,6 +69,26 @@ def test_a_pipe_is_read_where_no_prompt_is_given(
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
     [request] = generate(capfd, "--model", str(tiny_model), "-n", "1")["requests"]
     assert request["prompt"] == "from stdin"
+
+
+@pytest.mark.parametrize("kind", ["built-in", "folder", "file"])
+def test_a_model_where_the_prompt_stands_is_not_taken_for_one(
+    kind: str, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    name = {"built-in": "SmolLM2-135m", "folder": str(tiny_model), "file": str(tmp_path / "a.gguf")}[kind]
+    assert main(["generate", name, "Hello"]) == 2
+    assert f"name it with -m {name}." in " ".join(capfd.readouterr().err.replace("│", " ").split())
+    monkeypatch.setenv("COLUMNS", "200")
+    [request] = generate(capfd, name, "--model", str(tiny_model), "-n", "1")["requests"]  # who says both means both
+    assert request["prompt"] == name
+
+
+@pytest.mark.parametrize("text", ["a/b", "smollm", "README.md", "x" * 5000, "~nobody", "\u00e9", "."])
+def test_what_is_no_model_is_a_prompt(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").touch()
+    assert not is_model(text)
 
 
 def test_chat_puts_prompts_through_the_template(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -129,8 +150,8 @@ def test_a_failed_request_is_told_after_the_others(
     [
         (["a", "--model", "smolm2-135m"], 2, "error: unknown model 'smolm2-135m'. Did you mean smollm2-135m?"),
         (["a", "--model", "{broken}"], 2, "error: {broken} has no config.json"),
-        (["a", "--block-size", "0"], 2, "error: block_size must be an integer >= 1, got 0\n"),
-        (["a", "--model", "{tiny}", "--max-model-len", "9999"], 2, "error: max_model_len 9999 is more than"),
+        (["a", "--block-size", "0"], 2, "error: --block-size must be an integer >= 1, got 0\n"),
+        (["a", "--model", "{tiny}", "--max-model-len", "9999"], 2, "error: --max-model-len 9999 is more than"),
         (["a", "b" * 65, "--model", "{tiny}", "--num-blocks", "4"], 2, "error: "),
         (["a", "--model", "{cut}"], 2, "error: {cut} has a config.json and no weights"),
         (["a", "--model", "{encoder}"], 2, "error: encoder is a BertModel, which has no causal LM head"),

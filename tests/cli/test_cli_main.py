@@ -104,18 +104,18 @@ def test_openmp_threads_sleep_unless_the_user_wants_them_to_spin(given: dict[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "a", "--top-p", "0"], "top_p must be in (0, 1], got 0; for greedy choice set temperature=0"),
+        (["generate", "a", "--top-p", "0"], "--top-p must be in (0, 1], got 0; for greedy choice set temperature=0"),
         (
             ["generate", "a", "--max-tokens", "0"],
-            "max_tokens must be an integer >= 1 (or 0 with prompt_logprobs, which scores the prompt and generates "
+            "--max-tokens must be an integer >= 1 (or 0 with prompt_logprobs, which scores the prompt and generates "
             "nothing), got 0",
         ),
         (
             ["generate", "a", "--temperature", "nan"],
-            "temperature must be a finite number, got nan; in [0, 100]; 0 is greedy",
+            "--temperature must be a finite number, got nan; in [0, 100]; 0 is greedy",
         ),
         (["generate", "a", "--logit-bias", "7"], "logit bias must look like TOKEN_ID=NUMBER, got '7'"),
-        (["chat", "--stop", ""], "stop must hold non-empty strings, got ('',)"),
+        (["chat", "--stop", ""], "--stop must hold non-empty strings, got ('',)"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(

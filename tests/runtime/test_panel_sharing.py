@@ -13,6 +13,7 @@ pytest.importorskip("numba")
 
 from test_panel_step import by_panels, needs_tiles
 
+from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.runtime.architecture import inspect_model
 from anaphora.runtime.attention import AttentionCall, GroupInputs, PagedContext
 from anaphora.runtime.forward import PagedForward
@@ -21,7 +22,7 @@ from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.panel_attention import SPAN_TOKENS
 from anaphora.runtime.kernels.panel_step import GROUP_PANELS
 from anaphora.runtime.kv_cache import KVCache
-from anaphora.runtime.panel_readers import find_readers
+from anaphora.runtime.panel_readers import Heads, Readers, find_readers
 from anaphora.runtime.threads import ThreadTeam
 
 NUM_TURNS, NUM_CLAIMS = 40, 25
@@ -47,13 +48,21 @@ def test_every_number_of_every_turn_goes_to_one_thread(num_threads: int) -> None
     assert counts.min() == counts.max() == 1
 
 
+def readers_of(
+    calls: tuple[AttentionCall, ...], positions: np.ndarray, num_threads: int, kind: AttentionKind | None = None
+) -> Readers:
+    group = GroupInputs(torch.from_numpy(positions), calls)
+    return find_readers([group], [kind or FullAttention()], positions, 16, 64, Heads(2, 3), num_threads)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_units_cover_each_head_of_each_item_once_the_longest_first(num_threads: int) -> None:
     calls = (AttentionCall(0, 40, 2, torch.arange(8), 96), AttentionCall(40, 340, 1, torch.arange(19), 304))
     positions = np.concatenate([np.arange(76, 96), np.arange(30, 50), np.arange(4, 304)])
-    readers = find_readers(calls, positions, 16, 64, 2, 3, num_threads)
+    readers = readers_of(calls, positions, num_threads)
     first_items = [0, 2, 4, 24]  # tokens 0 to 19 are in panels 0 and 1, 20 to 39 in 1 and 2, 40 to 339 in 2 to 21
-    assert readers.items[:5].tolist() == [[0, 77, 92], [1, 0, 96], [1, 0, 42], [2, 0, 50], [2, 0, 12]]
+    assert readers.items[:, 1:3].max() == 0  # all begin with the first key
+    assert readers.items[:5, [0, 3, 4]].tolist() == [[0, 77, 92], [1, 0, 96], [1, 0, 42], [2, 0, 50], [2, 0, 12]]
     pieces: dict[tuple[int, int, int], list[tuple[int, int]]] = {
         (sequence, head, item): []
         for sequence in range(3)
@@ -66,8 +75,8 @@ def test_units_cover_each_head_of_each_item_once_the_longest_first(num_threads: 
     for (_, _, item), keys in pieces.items():
         ((first_key, end_key),) = keys
         assert first_key == 0
-        assert end_key >= readers.items[item, 2]
-    work = [int(readers.items[begin:end, 2].sum()) for _, _, begin, end, *_ in readers.units]
+        assert end_key >= readers.items[item, 4]
+    work = [int(readers.items[begin:end, 4].sum()) for _, _, begin, end, *_ in readers.units]
     assert work == sorted(work, reverse=True)
     assert readers.most_items == max(int(end - begin) for _, _, begin, end, *_ in readers.units)
     assert readers.merges.shape == (0, 5)
@@ -77,7 +86,7 @@ def test_few_items_are_cut_by_spans_of_keys_whose_results_are_merged() -> None:
     num_keys = 2 * SPAN_TOKENS + 5
     calls = (AttentionCall(0, 2, 1, torch.arange(80), num_keys), AttentionCall(2, 10, 1, torch.arange(1), 8))
     positions = np.concatenate([np.arange(num_keys - 2, num_keys), np.arange(8)])
-    readers = find_readers(calls, positions, 16, 64, 2, 3, 2)
+    readers = readers_of(calls, positions, 2)
     assert sorted(readers.units.tolist()) == [
         [0, 0, 0, 1, 0, SPAN_TOKENS, 0],
         [0, 0, 0, 1, SPAN_TOKENS, 2 * SPAN_TOKENS, 3],

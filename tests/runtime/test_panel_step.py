@@ -39,12 +39,12 @@ def run(module, forward, plans: list[Plan], block_size: int = 16) -> list[tuple[
     """Logits and final hidden states of every token of every step."""
     layout, num_rows, most = inspect_model(module, 1024), 24, 640
     width = -(-most // block_size)
-    tables = BlockTables(1, num_rows, most, block_size, CPU)
-    order = (1 + torch.randperm(num_rows * width, generator=torch.Generator().manual_seed(3))).tolist()
-    tables.append([(row, [order[row * width : (row + 1) * width]]) for row in range(num_rows)])
-    cache = KVCache(
-        layout.places, num_blocks=1 + num_rows * width, block_size=block_size, dtype=layout.dtype, device=CPU
-    )
+    num_groups = len(layout.cache.groups)
+    tables = BlockTables(num_groups, num_rows, most, block_size, CPU)
+    num_blocks = num_groups * num_rows * width
+    order = iter((1 + torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))).tolist())
+    tables.append([(row, [list(itertools.islice(order, width)) for _ in range(num_groups)]) for row in range(num_rows)])
+    cache = KVCache(layout.places, num_blocks=1 + num_blocks, block_size=block_size, dtype=layout.dtype, device=CPU)
     for pool in (*cache.keys, *cache.values):
         pool[1:] = torch.nan  # what nobody wrote must not count; the null block is zero
     results = []
@@ -70,8 +70,10 @@ def run(module, forward, plans: list[Plan], block_size: int = 16) -> list[tuple[
 def by_panels(module) -> FastForward:  # type: ignore[no-untyped-def]
     """Without the kernels for few tokens, which are compiled for every length of a head."""
     decoder, config = recognise(module), module.config
-    heads = config.num_attention_heads, config.num_key_value_heads
-    return FastForward(module, decoder, [PanelStep(decoder, *heads, CpuStep(decoder, *heads))])
+    sizes = config.num_attention_heads, config.num_key_value_heads
+    kinds = inspect_model(module, 1024).cache.groups
+    few = CpuStep(decoder, *sizes, kinds)
+    return FastForward(module, decoder, [PanelStep(decoder, *sizes, few, kinds)])
 
 
 @pytest.fixture
@@ -89,6 +91,9 @@ BORDERS: list[list[Plan]] = [
 ]
 
 
+TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
 @needs_tiles
 @pytest.mark.parametrize("plans", BORDERS)
 @pytest.mark.parametrize(
@@ -97,12 +102,17 @@ BORDERS: list[list[Plan]] = [
         ("LlamaConfig", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, 16),
         ("Qwen3Config", {"head_dim": 96, "num_key_value_heads": 4}, 3),
         ("Qwen3Config", {"head_dim": 128, "num_key_value_heads": 1}, 64),
+        ("MistralConfig", {"head_dim": 64, "sliding_window": 45}, 16),
+        ("MistralConfig", {"head_dim": 32, "sliding_window": 270}, 3),
+        ("Gemma2Config", {"head_dim": 64, "sliding_window": 100, "query_pre_attn_scalar": 64}, 16),
+        ("Gemma3TextConfig", {"head_dim": 256, "sliding_window": 37, "num_hidden_layers": 3, "layer_types": TYPES}, 16),
     ],
 )
 def test_every_token_is_as_near_to_float32_as_the_librarys(
     config_name: str, settings: dict[str, object], block_size: int, plans: list[Plan], every_step: None
 ) -> None:
-    module = make(config_name, config_name.replace("Config", "ForCausalLM"), num_hidden_layers=2, **settings)
+    class_name = config_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    module = make(config_name, class_name, **{"num_hidden_layers": 2, **settings})
     module.apply(lambda part: part.bias.data.normal_() if getattr(part, "bias", None) is not None else None)
     truth = run(module, PagedForward(module), plans, block_size)
     module = module.to(torch.bfloat16)

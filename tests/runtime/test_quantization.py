@@ -236,6 +236,28 @@ def test_what_does_not_fit_the_full_weight_is_refused(folder: Path, form: str, t
         llm.update_weights(tensors)
 
 
+LARGEST = {"int8": (65_504 * 127.0, -65_504 * 127.0), "int4": (65_504 * 15.0, -65_504.0)}  # float16 scales, minima
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_numbers_that_no_scale_holds_are_refused_whole(make_module: Any, folder: Path, form: str, side: int) -> None:
+    llm = make_llm(folder, form)
+    ask(llm)
+    root = llm.engine.root
+    weight = torch.zeros(32, 64)
+    for value, message in ((float("nan"), "infinities or NaN"), (LARGEST[form][side] * 1.001, "too large for quant")):
+        weight[31, 63] = value
+        with pytest.raises(WeightsError, match=f"{VALUES} holds .*{message}"):
+            llm.update_weights([("lm_head.weight", torch.zeros(384, 64)), (VALUES, weight)])
+        assert llm.engine.root == root
+    after = ask(llm)
+    assert after.num_cached_tokens == 64
+    assert deviation(rounded(make_module(), form), after) < TOLERANCE
+    weight[31, 63] = LARGEST[form][side]
+    assert llm.update_weights({VALUES: weight}) != root
+    assert ask(llm).num_cached_tokens == 0  # and no error
+
+
 def test_an_adapter_is_added_to_the_rounded_model(make_module: Any, folder: Path, form: str, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", make_module(), 1, targets=("q_proj", "down_proj"), alpha=12)
     llm = make_llm(folder, form)

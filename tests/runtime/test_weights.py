@@ -111,7 +111,15 @@ def test_two_roots_share_one_pool_and_the_memo_of_hashes(module: Any) -> None:
 
 WEIGHT = make_tiny_llama().state_dict()[VALUES]
 
+
+def with_one(value: float) -> torch.Tensor:
+    return WEIGHT.index_put((torch.tensor(31), torch.tensor(63)), torch.tensor(value))  # the very last number
+
+
 WRONG: dict[str, tuple[Any, str]] = {
+    "not a number": ({VALUES: with_one(float("nan"))}, f"{VALUES} holds infinities or NaN"),
+    "an infinity": ({VALUES: with_one(float("inf"))}, f"{VALUES} holds infinities or NaN"),
+    "the other infinity": ({VALUES: with_one(float("-inf"))}, f"{VALUES} holds infinities or NaN"),
     "an unknown name": ({"model.layers.0.self_attn.v_prog.weight": WEIGHT}, "did you mean model.layers.0.self_attn.v"),
     "no name": ([(3, WEIGHT)], "no tensor 3"),
     "another shape": ({VALUES: WEIGHT.T}, "shape"),
@@ -142,6 +150,14 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed(module: Any, case:
     output = ask(llm)
     assert output.num_cached_tokens == 64
     assert deviation(make_tiny_llama(), output) < TOLERANCE
+
+
+def test_a_tensor_that_is_infinite_in_the_model_may_stay_so(module: Any) -> None:
+    module.register_buffer("bias", torch.full((4,), float("-inf")))
+    llm = make_llm(module)
+    assert ask(llm).num_cached_tokens == 0
+    llm.update_weights({"bias": torch.full((4,), float("-inf")), "model.norm.weight": torch.ones(64)})
+    assert ask(llm).num_cached_tokens == 0
 
 
 def test_tied_tensors_are_given_once_or_alike(module: Any) -> None:

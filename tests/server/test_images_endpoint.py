@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from server_world import Live, cached, chunks, serving
+from server_world import PATIENCE_S, Live, cached, chunks, serving
 from tiny_llava import IMAGE_ID, IMAGE_TOKENS, make_tiny_llava, make_tiny_processor, picture
 
 from anaphora.api.build import build_engine
 from anaphora.config import EngineConfig
+from anaphora.engine.engine import Engine
+from anaphora.server import image_fetches
+from anaphora.server.config import ServerConfig
 
 BLOCK = 16
 
@@ -37,13 +42,16 @@ def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
+def make_engine() -> Engine:
     torch.set_num_threads(1)
-    engine = build_engine(
+    return build_engine(
         EngineConfig(make_tiny_llava(), tokenizer=make_tiny_processor(), num_blocks=128, max_images=2, num_threads=1)
     )
-    with serving(engine) as running:
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(make_engine()) as running:
         yield running
 
 
@@ -157,6 +165,36 @@ def file(**tensors: torch.Tensor) -> str:
 
 def complete(live: Live, status: int = 200, **body: Any) -> Any:
     return live.post("/v1/completions", status, **({"max_tokens": 3, "temperature": 0, "logprobs": 0} | body))
+
+
+def test_images_that_do_not_come_hold_up_nobody_who_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, num_fetching = threading.Event(), 12
+    waiting = threading.Semaphore(0)
+
+    class Slow:
+        def __init__(self, *_: Any) -> None: ...
+
+        def fetch(self, image: Any) -> bytes:
+            waiting.release()
+            over.wait(PATIENCE_S)
+            return png(1)
+
+    monkeypatch.setattr(image_fetches, "RemoteImages", Slow)
+    elsewhere = {"type": "image_url", "image_url": {"url": "https://a.test/1.png"}}
+    with (
+        serving(make_engine(), ServerConfig(allow_remote_images=True)) as other,
+        ThreadPoolExecutor(num_fetching) as pool,
+    ):
+        slow = [pool.submit(chat, other, text("a"), elsewhere) for _ in range(num_fetching)]
+        try:
+            assert all(waiting.acquire(timeout=PATIENCE_S) for _ in range(num_fetching))  # all at once
+            assert chat(other, text("a"))["usage"]["prompt_tokens"] > 0
+            assert chat(other, text("a"), image(1))["usage"]["prompt_tokens"] > 0  # in the body: nothing to fetch
+            assert not any(one.done() for one in slow)
+        finally:
+            over.set()
+        replies = [one.result() for one in slow]
+    assert len({reply["choices"][0]["message"]["content"] for reply in replies}) == 1
 
 
 def test_rows_are_counted_and_cached_by_their_content(live: Live) -> None:

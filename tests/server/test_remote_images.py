@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 from anaphora.engine.multimodal import NamedImage
 from anaphora.errors import InvalidParameterError
 from anaphora.server.config import ServerConfig
+from anaphora.server.image_fetches import ImageFetches
 from anaphora.server.name_lookup import NameLookup
 from anaphora.server.remote_images import MAX_REDIRECTS, RemoteImages, is_public
 
@@ -189,6 +191,41 @@ def test_size_and_time_have_ends(site: Site) -> None:
     with pytest.raises(InvalidParameterError, match=r"within 0.2 s"):
         fetch(remote(names, remote_image_timeout_s=0.2), f"http://a.test:{port}/head")
     assert time.monotonic() - begin_s < 2.5  # of the five seconds that it would go on
+
+
+def test_the_time_of_a_request_begins_before_its_first_image() -> None:
+    now = [5.0]
+    config = ServerConfig(allow_remote_images=True, remote_image_timeout_s=2.0)
+    images = RemoteImages(config, NameLookup(lambda host, port: [LOCAL]), clock=lambda: now[0])
+    now[0] = 7.0  # it has waited for a thread
+    with pytest.raises(InvalidParameterError, match="could not be fetched within 2 s"):
+        fetch(images, "http://a.test/x")
+
+
+def test_so_many_are_fetched_at_a_time_and_others_after_them() -> None:
+    over, begun = threading.Event(), threading.Barrier(3)
+    running: list[str] = []
+
+    def fetching(image: NamedImage) -> bytes:
+        running.append(image.field)
+        if len(running) <= 2:
+            begun.wait(10)
+            over.wait(10)
+        return b"x"
+
+    async def main() -> None:
+        fetches = ImageFetches(ServerConfig(max_image_fetches=2), begin=lambda: fetching)
+        tasks = [asyncio.create_task(fetches.fetch([NamedImage(str(i), "http://a")])) for i in range(4)]
+        await asyncio.to_thread(begun.wait, 10)
+        assert len(running) == 2
+        tasks[2].cancel()  # a client that goes away while it waits
+        await asyncio.wait([tasks[2]])
+        over.set()
+        assert [await tasks[i] for i in (0, 1, 3)] == [{"0": b"x"}, {"1": b"x"}, {"3": b"x"}]
+        assert running == ["0", "1", "3"]
+        fetches.stop()
+
+    asyncio.run(main())
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ Knows addresses, rows and panels; knows nothing of blocks and requests. Values o
 brought together once for each K/V head, then every panel of the unit reads them; keys are read where they lie. A
 score's row is a key and its lane a token, so the softmax needs no sums across lanes. Within a span of SPAN_TOKENS keys
 the largest score so far, the sum of exponentials and the values that they weigh go along from chunk to chunk; then
-spans are merged, first to last. Borders are multiples of these, so who computes a span changes no bit.
+spans are merged, first to last. Borders are multiples of these, so who computes a span changes no bit. Keys that no
+token of a panel sees, ahead of it or left behind by its window, cost it nothing but the rest of a block of 32.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from anaphora.runtime.kernels.compiling import kernel
+from anaphora.runtime.kernels.exponentials import soft_cap
 from anaphora.runtime.kernels.panel_softmax import (
     STATE_BYTES,
+    add_sink,
     begin_panel,
     finish_panel,
     merge_panels,
@@ -29,19 +32,20 @@ from anaphora.runtime.kernels.panel_softmax import (
 from anaphora.runtime.kernels.panels import store_pairs
 from anaphora.runtime.kernels.tile_attention import find_keys, score_panel
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
-from anaphora.runtime.kernels.vectors import I32, I64, Vectors, length
+from anaphora.runtime.kernels.vectors import I32, I64, Vectors, length, load_element
 
 CHUNK_TOKENS = 64
 
 SPAN_TOKENS = 512
 
-PANEL, LEAST, MOST = range(3)
-"""Columns of `items`: a panel, and the least and most keys of the sequence that one of its 16 tokens sees."""
+PANEL, FIRST, LAST_FIRST, FIRST_END, END = range(5)
+"""Columns of `items`: a panel; of the keys of the sequence that its 16 tokens see, the least and the greatest first one
+and the least and the greatest end."""
 
 
 def chunk_bytes(head_dim: int) -> int:
-    """Room for a chunk: keys, values, scores, weights, how many keys each token sees, where keys lie."""
-    return 2 * CHUNK_TOKENS * 2 * head_dim + CHUNK_TOKENS * (64 + 32) + 64 + CHUNK_TOKENS
+    """Room for a chunk: keys, values, scores, weights, which keys each token sees, where keys lie."""
+    return 2 * CHUNK_TOKENS * 2 * head_dim + CHUNK_TOKENS * (64 + 32) + 2 * 64 + CHUNK_TOKENS
 
 
 @kernel
@@ -140,88 +144,113 @@ def fetch_rows(tc, base, rows, num_rows, num_bytes):
 
 @kernel
 def attend_panels(
-    queries, keys, values, rows, first_key, end_key, items, visible, kv_head, num_heads, num_kv_heads, scale, room,
-    results, apart, dim,
+    queries, keys, values, rows, first_key, end_key, items, visible, kv_head, num_heads, num_kv_heads, scale, cap,
+    sinks, room, results, apart, dim,
 ):  # fmt: skip
     """Attention of one sequence's items, for the query heads of one K/V head, to keys [first_key, end_key).
 
     An item is a panel, some of whose tokens are of the sequence.
 
     queries: address of operands [panels, num_heads, dim]; each is replaced by its result, if `apart` is false.
-    rows: address of the byte offsets of the sequence's keys, readable up to a multiple of CHUNK_TOKENS. first_key: a
-    multiple of SPAN_TOKENS. items: int64 [n, 3]. visible: address of int32 [n, 16], 0 for tokens of others.
-    room: address of `chunk_bytes`. results: of `result_bytes` for every item and head of a group; twice as many, for a
-    span and those before it; or, `apart`, once for the only span, which stays there for `merge_spans`.
+    rows: address of the byte offset of the sequence's key 0; offsets are readable from `first_key` on, up to a multiple
+    of CHUNK_TOKENS. first_key: a multiple of CHUNK_TOKENS. items: int64 [n, 5]. visible: address of int32 [n, 2, 16],
+    the first key that each token sees and the end; zeros for tokens of others. cap: soft cap of scores, 0: none.
+    sinks: see merge_spans. room: address of `chunk_bytes`. results: of `result_bytes` for every item and head of a
+    group; twice as many, for a span and those before it; or, `apart`, once for the only span, which stays there for
+    `merge_spans`.
     """
     group = num_heads // num_kv_heads
     packed_values = room + CHUNK_TOKENS * 2 * dim
     scores = packed_values + CHUNK_TOKENS * 2 * dim
     weights = scores + CHUNK_TOKENS * 64
     seen = weights + CHUNK_TOKENS * 32
-    table = seen + 64
+    table = seen + 2 * 64
     value_bytes = CHUNK_TOKENS // 32 * TILE_BYTES
     own = 64 * dim + STATE_BYTES
     offset = kv_head * dim * 2
-    num_results = len(items) * group
+    num_results, num_spans = len(items) * group, 0
+    least = items[0, FIRST]
+    for n in range(1, len(items)):
+        least = min(least, items[n, FIRST])
     span = results
     for start in range(first_key, end_key, CHUNK_TOKENS):
-        if start % SPAN_TOKENS == 0:
+        if num_spans == 0 or start % SPAN_TOKENS == 0:
             # The first span stays where it is, later ones lie behind it until they are merged with it.
-            if start > first_key + SPAN_TOKENS:
+            if num_spans > 1:
                 for n in range(num_results):
                     merge_panels(results + n * own, span + n * own, dim, scale)
-            if start > first_key:
+            if num_spans > 0:
                 span = results + num_results * own
+            num_spans += 1
             for n in range(num_results):
                 begin_panel(span + n * own, dim, span + n * own + 64 * dim)
         here = min(CHUNK_TOKENS, end_key - start)
+        unseen = max(0, least - start) // 64 * 64
         row = rows + 8 * start
         if start == first_key:
-            fetch_rows(keys + offset, row, here, 2 * dim)
-        for t in range((here + 31) // 32):
+            fetch_rows(keys + offset, row + 8 * unseen, here - unseen, 2 * dim)
+        for t in range(unseen // 32, (here + 31) // 32):
             turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
-        find_keys(keys + offset, row, num_kv_heads * 2 * dim, dim, (here + 63) // 64 * 64, room, table)
+        find_keys(
+            keys + offset, row + 8 * unseen, num_kv_heads * 2 * dim, dim, (here + 63) // 64 * 64 - unseen,
+            room, table + unseen,
+        )  # fmt: skip
         ahead = min(CHUNK_TOKENS, end_key - start - here)
         fetch_rows(keys + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
         fetch_rows(values + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
         for n in range(len(items)):
-            count = min(items[n, MOST] - start, CHUNK_TOKENS)
-            if count <= 0:
+            begin = max(0, items[n, FIRST] - start) // 32
+            count = min(items[n, END] - start, CHUNK_TOKENS)
+            if count <= 32 * begin:
                 continue
-            whole = max(0, min(items[n, LEAST] - start, CHUNK_TOKENS)) // 32
-            blocks = (count + 31) // 32
-            see_less(visible + 64 * n, start, seen)
+            end = (count + 31) // 32
+            whole = min(end, (max(0, items[n, LAST_FIRST] - start) + 31) // 32)
+            masked = max(whole, max(0, min(items[n, FIRST_END] - start, CHUNK_TOKENS)) // 32)
+            see_less(visible + 128 * n, start, seen)
             for g in range(group):
                 head = kv_head * group + g
                 query = queries + (items[n, PANEL] * num_heads + head) * dim * 32
                 panel = span + (n * group + g) * own
                 state = panel + 64 * dim
-                for t in range(0, count, 64):
+                for t in range(begin // 2 * 64, count, 64):
                     score_panel(table + t, query, dim, scores + 64 * t, (0, 0, 0, 0))
-                soften(scores, whole, blocks, seen, scale, state, weights)
+                if cap != 0:
+                    soft_cap(scores + 64 * 32 * begin, 16 * 32 * (end - begin), scale / cap, cap / scale)
+                soften(scores, begin, whole, masked, end, seen, scale, state, weights)
                 rescale_panel(panel, dim, state + 128)
+                weighed, blocks = weights + 1024 * begin, end - begin
                 d = 0
                 while d < dim // 16:
-                    tile, target = packed_values + d * value_bytes, panel + d * TILE_BYTES
+                    tile, target = packed_values + d * value_bytes + begin * TILE_BYTES, panel + d * TILE_BYTES
                     if d + 4 <= dim // 16:
-                        weigh_values(tile, value_bytes, weights, 32 * blocks, target, (0, 0, 0, 0))
+                        weigh_values(tile, value_bytes, weighed, 32 * blocks, target, (0, 0, 0, 0))
                     else:
-                        weigh_values(tile, value_bytes, weights, 32 * blocks, target, (0, 0))
+                        weigh_values(tile, value_bytes, weighed, 32 * blocks, target, (0, 0))
                     d += 4
     if apart:
         return
     for n in range(len(items)):
         for g in range(group):
-            panel = results + (n * group + g) * own
+            panel, head = results + (n * group + g) * own, kv_head * group + g
             if span != results:
                 merge_panels(panel, panel + num_results * own, dim, scale)
-            query = queries + (items[n, PANEL] * num_heads + kv_head * group + g) * dim * 32
-            finish_panel(panel, dim, panel + 64 * dim, query)
+            finish_head(panel, sinks, head, scale, queries + (items[n, PANEL] * num_heads + head) * dim * 32, dim)
 
 
 @kernel
-def merge_spans(first, step, num_spans, query, scale, dim):
-    """What `attend_panels` has left apart, `step` bytes from one span to the next, as the operand at `query`."""
+def finish_head(panel, sinks, head, scale, out, dim):
+    """The values of a panel over its sum, as the operand at `out`. sinks: see merge_spans."""
+    if sinks != 0:
+        add_sink(panel + 64 * dim, load_element(sinks, head, (0, 0)) / scale, scale)
+    finish_panel(panel, dim, panel + 64 * dim, out)
+
+
+@kernel
+def merge_spans(first, step, num_spans, sinks, head, query, scale, dim):
+    """What `attend_panels` has left apart, `step` bytes from one span to the next, as the operand at `query`.
+
+    sinks: address of a score (bfloat16, scaled) for each head, that takes probability and adds nothing. 0: none.
+    """
     for span in range(1, num_spans):
         merge_panels(first, first + span * step, dim, scale)
-    finish_panel(first, dim, first + 64 * dim, query)
+    finish_head(first, sinks, head, scale, query, dim)

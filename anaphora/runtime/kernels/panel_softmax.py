@@ -29,16 +29,18 @@ _LOG2_E = 1.4426950408889634
 
 
 @intrinsic
-def soften(tc, scores, whole, blocks, visible, scale, state, weights):
+def soften(tc, scores, begin, whole, masked, end, seen, scale, state, weights):
     """Softmax of one more chunk of scores [keys, 16]: weights as an operand whose pairs are the keys i and i + 16.
 
-    blocks: of 32 keys; every token sees all keys of the first `whole` of them. visible: int32 [16].
+    Of its blocks of 32 keys, [begin, end) take part, and every token sees all keys of [whole, masked).
+    seen: int32 [2, 16], the first key that each token sees, and how many it sees from there on.
     """
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        scores, whole, blocks, visible, scale, state, weights = arguments
+        scores, begin, whole, masked_from, end, seen, scale, state, weights = arguments
         b, wide = v.builder, ir.VectorType(I32, 16)
-        seen = v.load(visible, wide, 4)
+        seen_from, num_seen = (v.load(v.at(seen, offset), wide, 4) for offset in (0, 64))
+        parts = ((begin, whole, True), (whole, masked_from, False), (masked_from, end, True))
         lowest = v.constant(LOWEST)
         before = v.load_floats(state)
         # Several at a time, as each waits for the one before it.
@@ -46,7 +48,8 @@ def soften(tc, scores, whole, blocks, visible, scale, state, weights):
         total = cgutils.alloca_once_value(b, v.zero)
 
         def sees(key: Any) -> Any:
-            return b.icmp_signed("<", v.splat_integer(key), seen)
+            # Keys before the first one are negative, which makes them large.
+            return b.icmp_unsigned("<", b.sub(v.splat_integer(key), seen_from), num_seen)
 
         def larger(value: Any, other: Any) -> Any:
             return b.select(b.fcmp_ordered(">", value, other), value, other)
@@ -62,8 +65,8 @@ def soften(tc, scores, whole, blocks, visible, scale, state, weights):
             for each, value in zip(best, found, strict=True):
                 b.store(value, each)
 
-        for begin, end, masked in ((v.number(0), whole, False), (whole, blocks, True)):
-            with cgutils.for_range_slice(b, begin, end, v.number(1), I64) as (block, _):
+        for first, last, masked in parts:
+            with cgutils.for_range_slice(b, first, last, v.number(1), I64) as (block, _):
                 greatest(block, masked)
         found = [b.load(each) for each in best]
         top, factor = larger(larger(found[0], found[1]), larger(found[2], found[3])), v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E)))
@@ -88,14 +91,14 @@ def soften(tc, scores, whole, blocks, visible, scale, state, weights):
                 store_pairs(v, pairs, v.at(target, 64 * i))
             b.store(added, total)
 
-        for begin, end, masked in ((v.number(0), whole, False), (whole, blocks, True)):
-            with cgutils.for_range_slice(b, begin, end, v.number(1), I64) as (block, _):
+        for first, last, masked in parts:
+            with cgutils.for_range_slice(b, first, last, v.number(1), I64) as (block, _):
                 weigh(block, masked)
         v.store_floats(top, state)
         v.store_floats(v.fma(v.load_floats(v.at(state, 64)), kept, b.load(total)), v.at(state, 64))
         v.store_floats(kept, v.at(state, 128))
 
-    signature = types.void(scores, whole, blocks, visible, scale, state, weights)
+    signature = types.void(scores, begin, whole, masked, end, seen, scale, state, weights)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
@@ -172,13 +175,37 @@ def finish_panel(tc, panel, count, state, out):
 
 
 @intrinsic
+def add_sink(tc, state, sink, scale):
+    """One more score, which takes probability and adds nothing; not for lanes without any.
+
+    sink: before it is scaled, like the scores. Where it is far larger than these, the sum is infinite and nothing is
+    left of the values.
+    """
+
+    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
+        state, sink, scale = arguments
+        b, factor = v.builder, v.splat(v.builder.fmul(scale, ir.Constant(F32, _LOG2_E)))
+        total = v.load_floats(v.at(state, 64))
+        more = short_power_of_two(v, b.fmul(b.fsub(v.splat(sink), v.load_floats(state)), factor))
+        nothing = b.fcmp_ordered("==", total, v.zero)
+        v.store_floats(b.select(nothing, total, b.fadd(total, more)), v.at(state, 64))
+
+    signature = types.void(state, sink, scale)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
+
+
+@intrinsic
 def see_less(tc, visible, count, out):
-    """out [16] = visible [16] - count, int32."""
+    """visible: int32 [2, 16], the first key that a token sees and the one behind the last. out: see `soften`, for the
+    keys from `count` on.
+    """
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
         visible, count, out = arguments
         b, wide = v.builder, ir.VectorType(I32, 16)
-        store_pairs(v, b.sub(v.load(visible, wide, 4), v.splat_integer(count)), out)
+        first, end = (v.load(v.at(visible, offset), wide, 4) for offset in (0, 64))
+        store_pairs(v, b.sub(first, v.splat_integer(count)), out)
+        store_pairs(v, b.sub(end, first), v.at(out, 64))
 
     signature = types.void(visible, count, out)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)

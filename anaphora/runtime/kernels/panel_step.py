@@ -1,4 +1,4 @@
-"""The layers of a decoder of the Llama type over many tokens, in one call on every thread, by the tile unit.
+"""The layers of a decoder over many tokens, in one call on every thread, by the tile unit.
 
 Knows addresses and sizes; knows nothing of modules and plans. Between two meetings of the threads there is a list of
 things to do, a block of outputs of GROUP_PANELS panels each, of which every thread takes the next as soon as it is
@@ -13,6 +13,7 @@ from anaphora.runtime.kernels.barrier import begin_turn, claim, meet
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.panel_attention import attend_panels, copy_row, merge_spans, result_bytes
 from anaphora.runtime.kernels.panels import (
+    add_normalised_panel,
     add_panel_bias,
     add_to_panel,
     gate_panel,
@@ -20,25 +21,49 @@ from anaphora.runtime.kernels.panels import (
     normalise_panel,
     scale_panel,
     shorten_panel,
-    turn_operand,
     turn_panel,
     turn_to_rows,
 )
-from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, pack_rows, store_configuration
-from anaphora.runtime.kernels.vectors import fetch_lines
-
-# Columns of the table of addresses, one row a layer. 0: there is none.
-INPUT_NORM, QUERY, QUERY_BIAS, KEY, KEY_BIAS, VALUE, VALUE_BIAS, OUTPUT, OUTPUT_BIAS = range(9)
-QUERY_NORM, KEY_NORM, MLP_NORM, GATE, GATE_BIAS, UP, UP_BIAS, DOWN, DOWN_BIAS = range(9, 18)
-KEY_POOL, VALUE_POOL = 18, 19
+from anaphora.runtime.kernels.step import (
+    ATTENTION_NORM,
+    DOWN,
+    DOWN_BIAS,
+    GATE,
+    GATE_BIAS,
+    GROUP,
+    INPUT_NORM,
+    KEY,
+    KEY_NORM,
+    KEY_POOL,
+    MLP_NORM,
+    MLP_OUT_NORM,
+    N_ATTENTION,
+    N_GATE_CUBIC,
+    N_GATE_LINEAR,
+    N_INPUT,
+    N_KEY,
+    N_MLP,
+    N_MLP_OUT,
+    N_QUERY,
+    N_SCALE,
+    N_SOFT_CAP,
+    OUTPUT,
+    OUTPUT_BIAS,
+    QUERY,
+    QUERY_NORM,
+    ROTARY,
+    SINKS,
+    UP,
+    UP_BIAS,
+    VALUE,
+    VALUE_POOL,
+)
+from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
 
 # Places in the array of sizes.
 NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, OWN_BYTES = range(8)
 
 GROUP_PANELS = 16
-
-BLOCK_WORDS = 32
-"""Of the vocabulary; one of fewer words is none for `run_head`."""
 
 CONFIGURATION_BYTES = 64
 """Of a thread's own memory: the tile unit's configuration before the step."""
@@ -52,25 +77,27 @@ def own_bytes(hidden_size: int, head_dim: int, attention_bytes: int) -> int:
 
 @kernel
 def run_layers(
-    thread, num_threads, addresses, sizes, eps, scale, hidden, queries, gated, cos, sin, slots, rows, sequences, items,
-    units, merges, visible, partials, barrier, claims, own, configuration,
+    thread, num_threads, addresses, sizes, numbers, hidden, queries, gated, wide, cos, sin, slots, rows, sequences,
+    items, units, merges, parts, visible, partials, barrier, claims, own, configuration,
 ):  # fmt: skip
     """Run layers over panels.
 
-    addresses: int64 [layers, 20]. eps: float32 [layers, 4], of input norm, query norm, key norm, MLP norm.
+    addresses, numbers: tables of the layers, see step.run_step.
     hidden: address of panels of bfloat16 [panels, hidden]; of every panel, 16 tokens. queries: of as many operands
-    [heads, head_dim]. gated: of GROUP_PANELS operands [MLP]. cos, sin: of panels of float32 [panels, head_dim].
-    slots: int64 [tokens]. rows: int64, where the keys of all sequences are, bytes from the layer's pool on.
-    sequences: int64 [n, 2], the first of a sequence's rows, and how many there are. items: int64 [n, 3], see
-    attend_panels; a sequence's in the order of what they see. visible: int32 [n, 16]. units: int64 [m, 7], a sequence,
-    a K/V head, items [first, last) and keys [first, last) of the sequence, and where among `partials` the results of
-    these keys go, -1 if they are all. merges: int64 [k, 5], a panel, a head, the first of its results, how many are
-    from one to the next, how many there are. claims: see barrier.claim; zeros.
+    [heads, head_dim]. gated: of GROUP_PANELS operands [MLP]. wide: of GROUP_PANELS panels of float32 [hidden], for what
+    is normalised before it is added. cos, sin: of panels of float32 [rotary embeddings, panels, head_dim].
+    slots: int64 [groups, tokens]. rows: int64, where the keys of all sequences are, bytes from the layer's pool on.
+    sequences: int64 [groups, n], the row of a sequence's key 0, were it there. items: int64 [n, 5], see attend_panels;
+    a sequence's in the order of what they see. visible: int32 [n, 2, 16], of each item. units: int64 [m, 7], a
+    sequence, a K/V head, items [first, last) and keys [first, last) of the sequence, and where among `partials` the
+    results of these keys go, -1 if they are all. merges: int64 [k, 5], a panel, a head, the first of its results, how
+    many are from one to the next, how many there are. parts: int64 [groups, 4], a group's units [first, last) and
+    merges [first, last). claims: see barrier.claim; zeros.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, dim = sizes[MLP], sizes[HEAD_DIM]
     num_panels = (num_tokens + 15) // 16
-    num_groups = (num_panels + GROUP_PANELS - 1) // GROUP_PANELS
+    num_stretches = (num_panels + GROUP_PANELS - 1) // GROUP_PANELS
     saved = own + thread * sizes[OWN_BYTES]
     scratch = saved + CONFIGURATION_BYTES
     lines = scratch + 2 * max(dim, 32) * 64
@@ -82,18 +109,19 @@ def run_layers(
     load_configuration(configuration)
     turn = 0
     for layer in range(len(addresses)):
-        a = addresses[layer]
+        a, f = addresses[layer], numbers[layer]
+        group, scale, turned = a[GROUP], f[N_SCALE], a[ROTARY] * num_panels * dim * 64
         begin_turn(claims, turn)
         todo, normed = claim(claims, turn), -1
-        while todo < num_groups * num_units:
-            group, unit = todo // num_units, todo % num_units
-            first_panel = group * GROUP_PANELS
+        while todo < num_stretches * num_units:
+            stretch, unit = todo // num_units, todo % num_units
+            first_panel = stretch * GROUP_PANELS
             count = min(GROUP_PANELS, num_panels - first_panel)
-            if normed != group:
+            if normed != stretch:
                 for i in range(count):
                     place = hidden + (first_panel + i) * size * 32
-                    normalise_panel(place, a[INPUT_NORM], eps[layer, 0], size, plain + i * size * 32)
-                normed = group
+                    normalise_panel(place, a[INPUT_NORM], f[N_INPUT], f[N_INPUT + 1], size, plain + i * size * 32)
+                normed = stretch
             kind, head = QUERY, unit
             if unit >= num_heads + num_kv_heads:
                 kind, head = VALUE, unit - num_heads - num_kv_heads
@@ -113,61 +141,69 @@ def run_layers(
                     if bias != 0:
                         add_panel_bias(line, bias + head * dim * 2, dim)
                     if kind == QUERY and a[QUERY_NORM] != 0:
-                        scale_panel(line, a[QUERY_NORM], eps[layer, 1], dim)
+                        scale_panel(line, a[QUERY_NORM], f[N_QUERY], f[N_QUERY + 1], dim)
                     elif kind == KEY and a[KEY_NORM] != 0:
-                        scale_panel(line, a[KEY_NORM], eps[layer, 2], dim)
+                        scale_panel(line, a[KEY_NORM], f[N_KEY], f[N_KEY + 1], dim)
                     if kind != VALUE:
-                        turn_panel(line, cos + panel * dim * 64, sin + panel * dim * 64, dim)
+                        turn_panel(line, cos + turned + panel * dim * 64, sin + turned + panel * dim * 64, dim)
                     if kind == QUERY:
                         shorten_panel(line, dim, queries + (panel * num_heads + head) * dim * 32)
                         continue
                     turn_to_rows(line, dim, lines, 2 * dim)
                     pool = a[KEY_POOL] if kind == KEY else a[VALUE_POOL]
                     for t in range(min(16, num_tokens - 16 * panel)):
-                        place = pool + (slots[16 * panel + t] * num_kv_heads + head) * dim * 2
+                        place = pool + (slots[group, 16 * panel + t] * num_kv_heads + head) * dim * 2
                         copy_row(lines + t * 2 * dim, place, dim)
         turn += 1
         if not meet(barrier, num_threads):
             return
         begin_turn(claims, turn)
-        todo = claim(claims, turn)
-        while todo < len(units):
+        todo = parts[group, 0] + claim(claims, turn)
+        while todo < parts[group, 1]:
             s, kv_head, first, last = units[todo, 0], units[todo, 1], units[todo, 2], units[todo, 3]
             begin_key, end_key, place = units[todo, 4], units[todo, 5], units[todo, 6]
             results = partials + place * result_bytes(dim) if place >= 0 else plain + sizes[CHUNK_BYTES]
             attend_panels(
-                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[s, 0], begin_key, end_key, items[first:last],
-                visible + 64 * first, kv_head, num_heads, num_kv_heads, scale, plain, results, place >= 0, dim,
+                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[group, s], begin_key, end_key,
+                items[first:last], visible + 128 * first, kv_head, num_heads, num_kv_heads, scale, f[N_SOFT_CAP],
+                a[SINKS], plain, results, place >= 0, dim,
             )  # fmt: skip
-            todo = claim(claims, turn)
+            todo = parts[group, 0] + claim(claims, turn)
         turn += 1
         if not meet(barrier, num_threads):
             return
-        if len(merges) > 0:
+        if parts[group, 2] < parts[group, 3]:
             begin_turn(claims, turn)
-            todo = claim(claims, turn)
-            while todo < len(merges):
+            todo = parts[group, 2] + claim(claims, turn)
+            while todo < parts[group, 3]:
                 panel, head, first, apart = merges[todo, 0], merges[todo, 1], merges[todo, 2], merges[todo, 3]
                 merge_spans(
-                    partials + first * result_bytes(dim), apart * result_bytes(dim), merges[todo, 4],
+                    partials + first * result_bytes(dim), apart * result_bytes(dim), merges[todo, 4], a[SINKS], head,
                     queries + (panel * num_heads + head) * dim * 32, scale, dim,
                 )  # fmt: skip
-                todo = claim(claims, turn)
+                todo = parts[group, 2] + claim(claims, turn)
             turn += 1
             if not meet(barrier, num_threads):
                 return
         for first_panel in range(0, num_panels, GROUP_PANELS):
             count = min(GROUP_PANELS, num_panels - first_panel)
-            group_hidden = hidden + first_panel * size * 32
+            here = hidden + first_panel * size * 32
             project(
-                a[OUTPUT], a[OUTPUT_BIAS], size, queries + first_panel * attended * 32, attended, group_hidden, count,
-                scratch, claims, turn,
+                a[OUTPUT], a[OUTPUT_BIAS], size, queries + first_panel * attended * 32, attended, here, count, wide,
+                a[ATTENTION_NORM], scratch, claims, turn,
             )  # fmt: skip
             turn += 1
             if not meet(barrier, num_threads):
                 return
+            if a[ATTENTION_NORM] != 0:
+                add_normalised(
+                    here, wide, a[ATTENTION_NORM], f[N_ATTENTION], f[N_ATTENTION + 1], size, count, claims, turn
+                )
+                turn += 1
+                if not meet(barrier, num_threads):
+                    return
             for i in range(count):
-                normalise_panel(group_hidden + i * size * 32, a[MLP_NORM], eps[layer, 3], size, plain + i * size * 32)
+                normalise_panel(here + i * size * 32, a[MLP_NORM], f[N_MLP], f[N_MLP + 1], size, plain + i * size * 32)
             begin_turn(claims, turn)
             todo = claim(claims, turn)
             while todo < mlp_size // 16:
@@ -183,16 +219,23 @@ def run_layers(
                             add_panel_bias(panel, a[GATE_BIAS] + 2 * n, 16)
                         if a[UP_BIAS] != 0:
                             add_panel_bias(panel + 16 * 64, a[UP_BIAS] + 2 * n, 16)
-                        gate_panel(panel, gated + (i + j) * mlp_size * 32 + n * 32)
+                        place = gated + (i + j) * mlp_size * 32 + n * 32
+                        gate_panel(panel, f[N_GATE_LINEAR], f[N_GATE_CUBIC], place)
             turn += 1
             if not meet(barrier, num_threads):
                 return
             project(
-                a[DOWN], a[DOWN_BIAS], size, gated, mlp_size, group_hidden, count, scratch, claims, turn
+                a[DOWN], a[DOWN_BIAS], size, gated, mlp_size, here, count, wide, a[MLP_OUT_NORM], scratch, claims,
+                turn,
             )  # fmt: skip
             turn += 1
             if not meet(barrier, num_threads):
                 return
+            if a[MLP_OUT_NORM] != 0:
+                add_normalised(here, wide, a[MLP_OUT_NORM], f[N_MLP_OUT], f[N_MLP_OUT + 1], size, count, claims, turn)
+                turn += 1
+                if not meet(barrier, num_threads):
+                    return
     load_configuration(saved)
     meet(barrier, num_threads)
 
@@ -207,8 +250,11 @@ def multiply(first, across, stride, operand, operand_bytes, count, out, out_byte
 
 
 @kernel
-def project(weight, bias, size, operand, count, hidden, num_panels, scratch, claims, turn):
-    """hidden += weight [size, count] × operand + bias, for the outputs that this thread gets."""
+def project(weight, bias, size, operand, count, hidden, num_panels, wide, is_normalised, scratch, claims, turn):
+    """hidden += weight [size, count] × operand + bias, for the outputs that this thread gets.
+
+    is_normalised: not 0 if they go to `wide` instead, panels of float32 [size].
+    """
     begin_turn(claims, turn)
     todo = claim(claims, turn)
     while todo < size // 32:
@@ -216,72 +262,26 @@ def project(weight, bias, size, operand, count, hidden, num_panels, scratch, cla
         todo = claim(claims, turn)
         for i in range(0, num_panels, 2):
             pair = min(2, num_panels - i)
+            out, out_bytes = scratch, 32 * 64
+            if is_normalised != 0:
+                out, out_bytes = wide + (i * size + n) * 64, size * 64
             multiply(
-                weight + n * 2 * count, 16 * 2 * count, 2 * count, operand + i * count * 32, count * 32, count,
-                scratch, 32 * 64, pair,
+                weight + n * 2 * count, 16 * 2 * count, 2 * count, operand + i * count * 32, count * 32, count, out,
+                out_bytes, pair,
             )  # fmt: skip
             for j in range(pair):
-                panel = scratch + j * 32 * 64
+                panel = out + j * out_bytes
                 if bias != 0:
                     add_panel_bias(panel, bias + 2 * n, 32)
-                add_to_panel(hidden + (i + j) * size * 32 + n * 32, panel, 32)
+                if is_normalised == 0:
+                    add_to_panel(hidden + (i + j) * size * 32 + n * 32, panel, 32)
 
 
 @kernel
-def run_head(
-    thread, num_threads, sizes, hidden, norm, eps, normed, kept, num_kept, head, bias, num_words, logits, barrier,
-    claims, own, configuration,
-):  # fmt: skip
-    """The last norm of all tokens, and logits of some.
-
-    hidden: as in run_layers. norm, head, bias: addresses of weights; bias 0: none. normed: address of rows
-    [panels × 16, hidden] for what the norm gives. kept: int64, where rows of `normed` begin, in bytes, of num_kept
-    tokens, repeated up to a multiple of 16. logits: address of rows [num_kept, num_words].
-    """
-    size = sizes[HIDDEN]
-    num_panels = (sizes[NUM_TOKENS] + 15) // 16
-    saved = own + thread * sizes[OWN_BYTES]
-    scratch = saved + CONFIGURATION_BYTES
-    lines = scratch + 2 * 32 * 64
-    plain = lines + 16 * 2 * 32
-    if not has_tiles():
-        return
-    store_configuration(saved)
-    load_configuration(configuration)
-    begin_turn(claims, 0)
-    todo = claim(claims, 0)
+def add_normalised(hidden, wide, norm, eps, offset, size, num_panels, claims, turn):
+    """hidden += RMS norm of what `project` left in `wide`, for the panels that this thread gets."""
+    begin_turn(claims, turn)
+    todo = claim(claims, turn)
     while todo < num_panels:
-        normalise_panel(hidden + todo * size * 32, norm, eps, size, plain)
-        turn_operand(plain, size, normed + todo * 16 * 2 * size, 2 * size)
-        todo = claim(claims, 0)
-    turn = 1
-    for first in range(0, num_kept, 16 * GROUP_PANELS):
-        if not meet(barrier, num_threads):
-            return
-        count = min(GROUP_PANELS, (num_kept - first + 15) // 16)
-        for i in range(count):
-            pack_rows(normed, kept + 8 * (first + 16 * i), size, plain + i * size * 32)
-        begin_turn(claims, turn)
+        add_normalised_panel(hidden + todo * size * 32, wide + todo * size * 64, norm, eps, offset, size)
         todo = claim(claims, turn)
-        while BLOCK_WORDS * todo < num_words:
-            # The last block takes words of the one before it again, if it has not 32 of its own.
-            n = min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS)
-            todo = claim(claims, turn)
-            fetch_lines(head + min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS) * 2 * size, BLOCK_WORDS * 2 * size)
-            for i in range(0, count, 2):
-                pair = min(2, count - i)
-                multiply(
-                    head + n * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size, scratch,
-                    32 * 64, pair,
-                )  # fmt: skip
-                for j in range(pair):
-                    panel = scratch + j * 32 * 64
-                    if bias != 0:
-                        add_panel_bias(panel, bias + 2 * n, 32)
-                    turn_to_rows(panel, 32, lines, 64)
-                    row = first + 16 * (i + j)
-                    for t in range(min(16, num_kept - row)):
-                        copy_row(lines + 64 * t, logits + ((row + t) * num_words + n) * 2, 32)
-        turn += 1
-    load_configuration(saved)
-    meet(barrier, num_threads)

@@ -43,10 +43,11 @@ def store_pairs(v: Vectors, pairs: Any, address: Any) -> None:
     v.builder.store(pairs, v.builder.inttoptr(address, pairs.type.as_pointer())).align = 4
 
 
-def _weight(v: Vectors, address: Any) -> Any:
-    """One element in every lane."""
+def _weight(v: Vectors, address: Any, offset: Any = None) -> Any:
+    """One element in every lane, with a float32 `offset` added."""
     raw = v.builder.zext(v.load(address, I16, 2), I32)
-    return v.splat(v.builder.bitcast(v.builder.shl(raw, ir.Constant(I32, 16)), v.zero.type.element))
+    value = v.builder.bitcast(v.builder.shl(raw, ir.Constant(I32, 16)), v.zero.type.element)
+    return v.splat(value if offset is None else v.builder.fadd(value, offset))
 
 
 def _rsqrt_of_mean(v: Vectors, total: Any, count: Any, eps: Any) -> Any:
@@ -102,11 +103,11 @@ def multiply_panels(tc, first, second, stride, operand, operand_bytes, count, ou
 
 
 @intrinsic
-def normalise_panel(tc, hidden, weight, eps, count, out):
-    """RMS norm of a panel of bfloat16, as an operand."""
+def normalise_panel(tc, hidden, weight, eps, offset, count, out):
+    """RMS norm of a panel of bfloat16, by weight + offset, as an operand."""
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        hidden, weight, eps, count, out = arguments
+        hidden, weight, eps, offset, count, out = arguments
         b, total = v.builder, cgutils.alloca_once_value(v.builder, v.zero)
         with cgutils.for_range_slice(b, v.number(0), count, v.number(1), I64) as (n, _):
             value = v.load_elements(b.add(hidden, b.mul(n, v.number(32))))
@@ -116,11 +117,11 @@ def normalise_panel(tc, hidden, weight, eps, count, out):
             both = []
             for i in range(2):
                 value = v.load_elements(v.at(b.add(hidden, b.mul(n, v.number(32))), 32 * i))
-                scale = _weight(v, v.at(b.add(weight, b.mul(n, v.number(2))), 2 * i))
+                scale = _weight(v, v.at(b.add(weight, b.mul(n, v.number(2))), 2 * i), offset)
                 both.append(b.fmul(b.fmul(value, factor), scale))
             store_pairs(v, pair(v, *both), b.add(out, b.mul(n, v.number(32))))
 
-    signature = types.void(hidden, weight, eps, count, out)
+    signature = types.void(hidden, weight, eps, offset, count, out)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
@@ -140,23 +141,47 @@ def add_panel_bias(tc, panel, bias, count):
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
+def _factor_of_floats(v: Vectors, panel: Any, count: Any, eps: Any) -> Any:
+    """What an RMS norm multiplies the tokens of a panel of float32 with."""
+    b, total = v.builder, cgutils.alloca_once_value(v.builder, v.zero)
+    with cgutils.for_range_slice(b, v.number(0), count, v.number(1), I64) as (n, _):
+        value = v.load_floats(b.add(panel, b.mul(n, v.number(64))))
+        b.store(v.fma(value, value, b.load(total)), total)
+    return _rsqrt_of_mean(v, b.load(total), count, eps)
+
+
 @intrinsic
-def scale_panel(tc, panel, weight, eps, count):
-    """RMS norm of a panel of float32 in place."""
+def scale_panel(tc, panel, weight, eps, offset, count):
+    """RMS norm of a panel of float32, by weight + offset, in place."""
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        panel, weight, eps, count = arguments
-        b, total = v.builder, cgutils.alloca_once_value(v.builder, v.zero)
-        with cgutils.for_range_slice(b, v.number(0), count, v.number(1), I64) as (n, _):
-            value = v.load_floats(b.add(panel, b.mul(n, v.number(64))))
-            b.store(v.fma(value, value, b.load(total)), total)
-        factor = _rsqrt_of_mean(v, b.load(total), count, eps)
+        panel, weight, eps, offset, count = arguments
+        b, factor = v.builder, _factor_of_floats(v, panel, count, eps)
         with cgutils.for_range_slice(b, v.number(0), count, v.number(1), I64) as (n, _):
             place = b.add(panel, b.mul(n, v.number(64)))
-            scale = b.fmul(factor, _weight(v, b.add(weight, b.mul(n, v.number(2)))))
+            scale = b.fmul(factor, _weight(v, b.add(weight, b.mul(n, v.number(2))), offset))
             v.store_floats(b.fmul(v.load_floats(place), scale), place)
 
-    signature = types.void(panel, weight, eps, count)
+    signature = types.void(panel, weight, eps, offset, count)
+    return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
+
+
+@intrinsic
+def add_normalised_panel(tc, hidden, panel, weight, eps, offset, count):
+    """hidden += RMS norm of a panel of float32, by weight + offset, rounded; hidden: panel of bfloat16."""
+
+    def build(v: Vectors, _: Tiles, arguments: Any) -> None:
+        hidden, panel, weight, eps, offset, count = arguments
+        b, factor = v.builder, _factor_of_floats(v, panel, count, eps)
+        with cgutils.for_range_slice(b, v.number(0), count, v.number(1), I64) as (n, _):
+            place, scale = (
+                b.add(hidden, b.mul(n, v.number(32))),
+                _weight(v, b.add(weight, b.mul(n, v.number(2))), offset),
+            )
+            added = b.fmul(v.load_floats(b.add(panel, b.mul(n, v.number(64)))), b.fmul(factor, scale))
+            v.store_elements(b.fadd(v.load_elements(place), added), place)
+
+    signature = types.void(hidden, panel, weight, eps, offset, count)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)
 
 
@@ -249,17 +274,18 @@ def add_to_panel(tc, hidden, panel, count):
 
 
 @intrinsic
-def gate_panel(tc, panel, out):
-    """SiLU of 16 rows of gates × the 16 rows of float32 behind them, as an operand."""
+def gate_panel(tc, panel, linear, cubic, out):
+    """Activation of 16 rows of gates × the 16 rows of float32 behind them, as an operand. linear, cubic: see `gate`."""
 
     def build(v: Vectors, _: Tiles, arguments: Any) -> None:
-        panel, out = arguments
+        panel, linear, cubic, out = arguments
+        factors = v.splat(linear), v.splat(cubic)
         for i in range(0, 16, 2):
             both = []
             for row in (i, i + 1):
-                gate, up = v.load_floats(v.at(panel, 64 * row)), v.load_floats(v.at(panel, 64 * (16 + row)))
-                both.append(gated(v, gate, up))
+                value, up = v.load_floats(v.at(panel, 64 * row)), v.load_floats(v.at(panel, 64 * (16 + row)))
+                both.append(gated(v, value, up, factors))
             store_pairs(v, pair(v, *both), v.at(out, 32 * i))
 
-    signature = types.void(panel, out)
+    signature = types.void(panel, linear, cubic, out)
     return signature, lambda c, b, _, arguments: emit_tiles(c, b, build, arguments)

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from anaphora.engine.chat_template import NO_CHAT_TEMPLATE
-from anaphora.errors import InvalidParameterError, ModelFileError, UnknownModelError
+from anaphora.errors import InvalidParameterError, ModelError, ModelFileError, UnknownModelError
 from anaphora.runtime.sources.builtin import BUILTIN_MODELS, BuiltinModel, close_matches, find_builtin
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -41,6 +41,15 @@ def find_model(
     if isinstance(model, str) and _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return name
     raise UnknownModelError(_unknown(model, name, builtin_models, what))
+
+
+def is_model(name: str) -> bool:
+    """Whether it can be meant for nothing else: a built-in name, the folder of a model, or a GGUF file that is here."""
+    try:
+        found = find_model(name)
+    except ModelError:
+        return False
+    return isinstance(found, BuiltinModel) or (isinstance(found, Path) and (found.is_dir() or found.suffix == ".gguf"))
 
 
 def check_names(model: str, tokenizer: str | None = None, *, needs_chat_template: bool = False) -> None:
