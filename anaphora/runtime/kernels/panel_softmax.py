@@ -69,7 +69,10 @@ def soften(tc, scores, begin, whole, masked, end, seen, scale, state, weights):
             with cgutils.for_range_slice(b, first, last, v.number(1), I64) as (block, _):
                 greatest(block, masked)
         found = [b.load(each) for each in best]
-        top, factor = larger(larger(found[0], found[1]), larger(found[2], found[3])), v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E)))
+        top, factor = (
+            larger(larger(found[0], found[1]), larger(found[2], found[3])),
+            v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E))),
+        )
         shift = b.fneg(b.fmul(top, factor))
         kept = short_power_of_two(v, b.fmul(b.fsub(before, top), factor))
 
