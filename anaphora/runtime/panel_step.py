@@ -87,9 +87,10 @@ class PanelStep:
         """Whether this step is one for the tile unit."""
         if not isinstance(context, PagedContext) or context.cache.keys[0].dtype != torch.bfloat16:
             return False
-        if adapters is not None:
-            return num_tokens > MAX_TOKENS_ADAPTERS and self._low_rank.takes(adapters)
         num_seqs = sum(call.num_seqs for call in context.groups[0].calls)
+        if adapters is not None:  # CpuStep adds what they add with vectors, and takes fewer tokens
+            is_for_few = num_tokens <= MAX_TOKENS_ADAPTERS and num_tokens < MIN_MEAN_TOKENS * num_seqs
+            return not is_for_few and self._low_rank.takes(adapters)
         is_for_few = num_tokens <= self._few_tokens.max_tokens and num_tokens < MIN_MEAN_TOKENS * num_seqs
         return num_tokens >= MIN_TOKENS and not is_for_few
 

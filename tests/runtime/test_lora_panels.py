@@ -149,3 +149,14 @@ def test_parts_that_read_the_same_numbers_stand_below_each_other() -> None:
     assert made.downs[0, MLP_INPUT, 1] == 64  # 16 for rank 3, 32 for rank 20, and what fills up
     assert made.ups[0, -3:, 1:].tolist() == [[0, 32], [0, 64], [0, 0]]
     assert made.tensors[1].shape == (module.config.intermediate_size, 32)
+
+
+def test_few_sequences_of_one_token_each_are_for_vectors() -> None:
+    module = llama().to(torch.bfloat16)
+    (adapter,) = make_adapters(module, {"q_proj": 3})
+    forward = by_panels(module)
+    seen = count_steps(forward)
+    singles: list[Plan] = [[(row, 0, 1) for row in range(count)] for count in (16, 17)]
+    plans: list[Plan] = [*singles, [(0, 1, 8)], [(0, 9, 7)], [(0, 16, 9), (1, 1, 7)], [(0, 25, 9), (1, 8, 6)]]
+    run(module, forward, plans, adapters=dict.fromkeys(range(17), adapter))
+    assert seen == [17, 8, 16]
