@@ -21,7 +21,7 @@ from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
 from anaphora.runtime.addresses import WeightAddresses, linear_parts
 from anaphora.runtime.attention import PagedContext
-from anaphora.runtime.chunks import cut_into_chunks, join
+from anaphora.runtime.chunks import cut_into_chunks
 from anaphora.runtime.crowding import Crowding
 from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations, num_half_bytes, shape
 from anaphora.runtime.decoder import tensor as _tensor
@@ -175,12 +175,7 @@ class CpuStep:
         num_tokens = hidden.shape[0]
         cache = context.cache
         positions = position_ids[0].numpy()
-        chunks = join(
-            [
-                cut_into_chunks(group.calls, positions, cache.block_size, CHUNK_TOKENS, kind)
-                for group, kind in zip(context.groups, self._kinds, strict=True)
-            ]
-        )
+        chunks = cut_into_chunks(context.groups, self._kinds, positions, cache.block_size, CHUNK_TOKENS)
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
         addresses, final = self.addresses.now(context)
         layers = slice(numbers.start, numbers.stop)
