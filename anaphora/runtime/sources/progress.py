@@ -39,7 +39,8 @@ class Progress:
             console.print(f"{description} ...")
             yield lambda _: None
             return
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        name = TextColumn("{task.description}", markup=False)
+        columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with RichProgress(*columns, console=console, transient=True) as bars:
             task = bars.add_task(description, total=total)
             yield lambda done: bars.update(task, completed=done)
