@@ -1,6 +1,6 @@
 """Who attends to what in a step of panels: each sequence's keys, the panels that read them, and how that is cut up.
 
-Knows attention calls, attention kinds and positions; knows nothing of weights and of the kernels' memory. Groups of one
+Knows block tables, attention kinds and positions; knows nothing of weights and of the kernels' memory. Groups of one
 kind differ only in where their keys lie.
 
     keys of a sequence    0 ...... 256 ...... 512 ...... 768 ..
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from anaphora.core.groups import AttentionKind
 from anaphora.core.ids import cdiv
-from anaphora.runtime.attention import AttentionCall, GroupInputs
+from anaphora.runtime.attention import GroupInputs
 from anaphora.runtime.kernels.panel_attention import CHUNK_TOKENS, END, FIRST, PANEL, SPAN_TOKENS
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 
@@ -72,7 +72,7 @@ def find_readers(
     items = units = merges = 0
     for group, kind in zip(groups, kinds, strict=True):
         if kind not in patterns:
-            pattern = _Pattern(group.calls, kind, positions, block_size, heads, num_threads)
+            pattern = _Pattern(group, kind, positions, block_size, heads, num_threads)
             pattern.first_item, pattern.first_unit, pattern.first_merge = items, units, merges
             pattern.units[:, 2:4] += items
             items, units, merges = items + len(pattern.items), units + len(pattern.units), merges + len(pattern.merges)
@@ -82,8 +82,9 @@ def find_readers(
     num_rows = 0
     for group, kind in zip(groups, kinds, strict=True):
         pattern = patterns[kind]
-        ids = np.concatenate([call.block_ids.numpy() for call in group.calls]).astype(np.int64)
-        rows.append((ids[pattern.columns] * block_size + pattern.offsets) * row_bytes)
+        rows.append(
+            (group.block_ids.ravel()[pattern.columns].astype(np.int64) * block_size + pattern.offsets) * row_bytes
+        )
         sequences.append(pattern.sequences + num_rows)
         num_rows += len(rows[-1])
     each = list(patterns.values())
@@ -106,12 +107,13 @@ def find_readers(
 class _Pattern:
     """What is the same for all groups of one kind.
 
-    columns, offsets: of each row, its block among the ids of all calls, and its place there. sequences: see Readers.
+    columns, offsets: of each row, its block among the ids of all sequences, and its place there. sequences: as of
+    Readers.
     """
 
     def __init__(
         self,
-        calls: Sequence[AttentionCall],
+        group: GroupInputs,
         kind: AttentionKind,
         positions: Int64,
         block_size: int,
@@ -128,27 +130,23 @@ class _Pattern:
         sequences: list[int] = []
         items: list[Int64] = []
         visible: list[Int64] = []
-        num_rows = num_ids = 0
-        for call in calls:
-            length = (call.end - call.begin) // call.num_seqs
-            for first in range(call.begin, call.end, length):
-                begin, last = int(seen_from[first]), int(positions[first + length - 1])
-                begin_row = begin // CHUNK_TOKENS * CHUNK_TOKENS
-                # Before the first key that anyone sees stands its row, too, and behind the last one its.
-                keys.append(np.arange(begin_row, (last // CHUNK_TOKENS + 1) * CHUNK_TOKENS).clip(begin, last))
-                columns.append(keys[-1] // block_size - begin // block_size + num_ids)
-                num_ids += len(call.block_ids) // call.num_seqs
-                sequences.append(num_rows - begin_row)
-                num_rows += len(keys[-1])
-                panels = slice(first // PANEL_TOKENS, cdiv(first + length, PANEL_TOKENS))
-                inside = (tokens[panels] >= first) & (tokens[panels] < first + length)
-                seen = np.where(inside[:, None], np.stack([firsts[panels], ends[panels]], axis=1), 0)
-                numbers = np.arange(panels.start, panels.stop)
-                least = np.where(inside, firsts[panels], last).min(axis=1)
-                items.append(
-                    np.stack([numbers, least, seen[:, 0].max(1), seen[:, 1].min(1), seen[:, 1].max(1)], axis=1)
-                )
-                visible.append(seen)
+        num_rows, most_blocks = 0, group.block_ids.shape[1]
+        for number, span in enumerate(group.sequences):
+            first, end = span.begin, span.begin + span.num_tokens
+            begin, last = int(seen_from[first]), int(positions[end - 1])
+            begin_row = begin // CHUNK_TOKENS * CHUNK_TOKENS
+            # Before the first key that anyone sees stands its row, too, and behind the last one its.
+            keys.append(np.arange(begin_row, (last // CHUNK_TOKENS + 1) * CHUNK_TOKENS).clip(begin, last))
+            columns.append(keys[-1] // block_size + number * most_blocks)
+            sequences.append(num_rows - begin_row)
+            num_rows += len(keys[-1])
+            panels = slice(first // PANEL_TOKENS, cdiv(end, PANEL_TOKENS))
+            inside = (tokens[panels] >= first) & (tokens[panels] < end)
+            seen = np.where(inside[:, None], np.stack([firsts[panels], ends[panels]], axis=1), 0)
+            numbers = np.arange(panels.start, panels.stop)
+            least = np.where(inside, firsts[panels], last).min(axis=1)
+            items.append(np.stack([numbers, least, seen[:, 0].max(1), seen[:, 1].min(1), seen[:, 1].max(1)], axis=1))
+            visible.append(seen)
         self.offsets = np.concatenate(keys) % block_size
         self.columns = np.concatenate(columns)
         self.sequences = np.array(sequences, dtype=np.int64)

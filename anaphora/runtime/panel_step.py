@@ -87,7 +87,7 @@ class PanelStep:
         """Whether this step is one for the tile unit."""
         if not isinstance(context, PagedContext) or context.cache.keys[0].dtype != torch.bfloat16:
             return False
-        num_seqs = sum(call.num_seqs for call in context.groups[0].calls)
+        num_seqs = len(context.groups[0].sequences)
         if adapters is not None:  # CpuStep adds what they add with vectors, and takes fewer tokens
             is_for_few = num_tokens <= MAX_TOKENS_ADAPTERS and num_tokens < MIN_MEAN_TOKENS * num_seqs
             return not is_for_few and self._low_rank.takes(adapters)

@@ -15,7 +15,7 @@ from test_panel_step import by_panels, needs_tiles
 
 from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.runtime.architecture import inspect_model
-from anaphora.runtime.attention import AttentionCall, GroupInputs, PagedContext
+from anaphora.runtime.attention import AttentionCall, GroupInputs, PagedContext, Span
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.kernels import barrier
 from anaphora.runtime.kernels.compiling import kernel
@@ -49,17 +49,18 @@ def test_every_number_of_every_turn_goes_to_one_thread(num_threads: int) -> None
 
 
 def readers_of(
-    calls: tuple[AttentionCall, ...], positions: np.ndarray, num_threads: int, kind: AttentionKind | None = None
+    spans: tuple[Span, ...], positions: np.ndarray, num_threads: int, kind: AttentionKind | None = None
 ) -> Readers:
-    group = GroupInputs(torch.from_numpy(positions), calls)
+    tables = np.zeros((len(spans), 80), dtype=np.int32)
+    group = GroupInputs(torch.from_numpy(positions), (), spans, tables)
     return find_readers([group], [kind or FullAttention()], positions, 16, 64, Heads(2, 3), num_threads)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_units_cover_each_head_of_each_item_once_the_longest_first(num_threads: int) -> None:
-    calls = (AttentionCall(0, 40, 2, torch.arange(8), 96), AttentionCall(40, 340, 1, torch.arange(19), 304))
+    spans = (Span(0, 0, 76, 20), Span(1, 20, 30, 20), Span(2, 40, 4, 300))
     positions = np.concatenate([np.arange(76, 96), np.arange(30, 50), np.arange(4, 304)])
-    readers = readers_of(calls, positions, num_threads)
+    readers = readers_of(spans, positions, num_threads)
     first_items = [0, 2, 4, 24]  # tokens 0 to 19 are in panels 0 and 1, 20 to 39 in 1 and 2, 40 to 339 in 2 to 21
     assert readers.items[:, 1:3].max() == 0  # all begin with the first key
     assert readers.items[:5, [0, 3, 4]].tolist() == [[0, 77, 92], [1, 0, 96], [1, 0, 42], [2, 0, 50], [2, 0, 12]]
@@ -84,9 +85,9 @@ def test_units_cover_each_head_of_each_item_once_the_longest_first(num_threads: 
 
 def test_few_items_are_cut_by_spans_of_keys_whose_results_are_merged() -> None:
     num_keys = 2 * SPAN_TOKENS + 5
-    calls = (AttentionCall(0, 2, 1, torch.arange(80), num_keys), AttentionCall(2, 10, 1, torch.arange(1), 8))
+    spans = (Span(0, 0, num_keys - 2, 2), Span(1, 2, 0, 8))
     positions = np.concatenate([np.arange(num_keys - 2, num_keys), np.arange(8)])
-    readers = readers_of(calls, positions, 2)
+    readers = readers_of(spans, positions, 2)
     assert sorted(readers.units.tolist()) == [
         [0, 0, 0, 1, 0, SPAN_TOKENS, 0],
         [0, 0, 0, 1, SPAN_TOKENS, 2 * SPAN_TOKENS, 3],
@@ -112,8 +113,9 @@ def test_the_head_gives_the_kept_tokens_logits_for_any_vocabulary(vocab_size: in
     tokens = torch.tensor([[token % vocab_size for token in ids(1, count)]])
     positions = torch.arange(count)[None]
     num_blocks = -(-count // 16)
-    call = AttentionCall(0, count, 1, torch.arange(1, 1 + num_blocks), count, is_causal=True)
-    group = GroupInputs(torch.arange(16, 16 + count), (call,))
+    table = np.arange(1, 1 + num_blocks, dtype=np.int32)[None]
+    call = AttentionCall(0, count, 1, torch.from_numpy(table[0]), count, is_causal=True)
+    group = GroupInputs(torch.arange(16, 16 + count), (call,), (Span(0, 0, 0, count),), table)
 
     def run(forward, keep: list[int]):  # type: ignore[no-untyped-def]
         cache = KVCache(
@@ -143,11 +145,12 @@ def test_spans_merge_alike_whether_one_unit_reads_them_all_or_each_is_apart() ->
     layout, count, last = inspect_model(module, 2048), 3 * SPAN_TOKENS + 20, 40
     tokens = torch.tensor([ids(1, count)])
     num_blocks = -(-count // 16)
+    table = np.arange(1, 1 + num_blocks, dtype=np.int32)[None]
     forward = by_panels(module)
 
     def run(cache: KVCache, begin: int, end: int) -> torch.Tensor:
-        call = AttentionCall(0, end - begin, 1, torch.arange(1, 1 + num_blocks), end)
-        context = PagedContext(cache, layout.layers, (GroupInputs(torch.arange(16 + begin, 16 + end), (call,)),))
+        group = GroupInputs(torch.arange(16 + begin, 16 + end), (), (Span(0, 0, begin, end - begin),), table)
+        context = PagedContext(cache, layout.layers, (group,))
         hidden = forward(tokens[:, begin:end], torch.arange(begin, end)[None], torch.arange(0), context)[1]
         assert hidden is not None
         return hidden

@@ -18,7 +18,7 @@ from anaphora.core.ids import RequestId, TokenId
 from anaphora.core.plan import ScheduledRequest
 from anaphora.runtime import panel_step
 from anaphora.runtime.architecture import inspect_model
-from anaphora.runtime.attention import AttentionCall, GroupInputs, PagedContext
+from anaphora.runtime.attention import GroupInputs, PagedContext, Span
 from anaphora.runtime.block_tables import BlockTables
 from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
 from anaphora.runtime.fast_forward import FastForward, StepKernels, make_forward
@@ -177,8 +177,8 @@ def test_steps_of_many_tokens_are_its_own() -> None:
 
     def choice(*lengths: int) -> list[bool]:
         ends = itertools.accumulate(lengths)
-        calls = tuple(AttentionCall(end - n, end, 1, torch.ones(1), n) for n, end in zip(lengths, ends, strict=True))
-        context = PagedContext(cache, layout.layers, (GroupInputs(torch.zeros(0), calls),))
+        spans = tuple(Span(0, end - n, 0, n) for n, end in zip(lengths, ends, strict=True))
+        context = PagedContext(cache, layout.layers, (GroupInputs(torch.zeros(0), (), spans),))
         return [kernels.takes(sum(lengths), context) for kernels in (many, few)]
 
     assert choice(23) == [False, True]
