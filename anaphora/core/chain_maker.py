@@ -33,7 +33,7 @@ class ChainMaker:
 
     def _make(self, tokens: array[int], extra_keys: Sequence[ExtraKey], stop: int) -> BlockChain:
         """stop: prefixes that were forgotten count if they end in an earlier block."""
-        keys, start = self.scopes.stamp(extra_keys), 0
+        keys, start = self.scopes.stamp(extra_keys) if extra_keys else (), 0
         while True:
             chain = BlockChain(self.root, self._block_size, self._hash_function, keys)
             self._memo.fill(chain, tokens)

@@ -30,10 +30,10 @@ class ChainMemo:
         """Hash the full blocks of a new chain, copying what is known."""
         own = 0
         trodden = None  # the last chain on the way that has a trail
-        while chain.extend(token_ids, max_blocks=1):
+        while chain.extend(token_ids, 1):
             block_hash = chain.hashes[-1]
-            known, _ = self._chains.get(block_hash, (None, 0))
-            if known is None or not self._copy(chain, known, token_ids):
+            filed = self._chains.get(block_hash)
+            if filed is None or not self._copy(chain, known := filed[0], token_ids):
                 break
             if known.trail is not None:
                 trodden = known
@@ -67,13 +67,14 @@ class ChainMemo:
         return True
 
     def _file(self, chain: BlockChain, own: int) -> None:
-        replaced = self._chains.pop(chain.hashes[own], None)
-        if replaced is not None:
-            self._num_blocks -= replaced[1]
-        self._chains[chain.hashes[own]] = chain, len(chain.hashes)
-        self._num_blocks += len(chain.hashes)
-        while self._num_blocks > self._max_blocks:
-            self._num_blocks -= self._chains.popitem(last=False)[1][1]
+        chains, name, length = self._chains, chain.hashes[own], len(chain.hashes)
+        num_blocks = self._num_blocks + length
+        if name in chains:
+            num_blocks -= chains.pop(name)[1]
+        chains[name] = chain, length
+        while num_blocks > self._max_blocks:
+            num_blocks -= chains.popitem(last=False)[1][1]
+        self._num_blocks = num_blocks
 
 
 def _take_trail(chain: BlockChain, known: BlockChain) -> None:

@@ -41,6 +41,7 @@ class PrefixIndex:
         self.copies: dict[BlockHash, list[BlockId]] = {}
         self._pending: dict[BlockHash, BlockId] = {}
         self._staged_copies: set[BlockId] = set()  # staged blocks whose lineage is that of an earlier block
+        self._are_pending_names_new = True  # each was committed nowhere and staged once since nothing was pending
         self._roots: dict[bytes, Lineage] = {}
         self._max_roots = _MIN_ROOTS
         self._last_lineage = NO_LINEAGE
@@ -57,16 +58,21 @@ class PrefixIndex:
 
         The blocks after the committed ones are pending. Changes nothing.
         """
-        limit = min(limit, len(chain.hashes))
+        hashes = chain.hashes
+        if limit > len(hashes):
+            limit = len(hashes)
+        trail = chain.trail
+        if not limit or (trail is None and hashes[0] not in self._committed and hashes[0] not in self._pending):
+            return [], 0
         parent = self._roots.get(chain.root, NO_LINEAGE)
-        found = [] if chain.trail is None or self._staged_copies else self._on_the_trail(chain.trail, limit)
+        found = [] if trail is None or self._staged_copies else self._on_the_trail(trail, limit)
         if len(found) < _FEW:
             last = self.lineages[found[-1]] if found else parent
             found += self._holds.walk(self._committed, chain, len(found), min(limit, _FEW), last)
         start, step = len(found), _FIRST_PIECE
         while _FEW <= start < limit:  # in pieces, so that a long one is confirmed while it is in the processor's cache
             stop = min(start + step, limit)
-            blocks = leading_blocks(self._committed, chain.hashes[start:stop])
+            blocks = leading_blocks(self._committed, hashes[start:stop])
             contents = chain.contents[start : start + len(blocks)]
             confirmed = self._holds.confirm(blocks, contents, self.lineages[found[-1]])
             found += blocks[:confirmed]
@@ -103,42 +109,32 @@ class PrefixIndex:
         hashes, contents = chain.hashes[first : first + count], chain.contents[first : first + count]
         committed, pending = self._committed, self._pending
         if committed.keys().isdisjoint(hashes) and (not pending or pending.keys().isdisjoint(hashes)):
-            num_before, last = len(pending), self._last_lineage
-            lineages: list[Lineage] = [*range(last + 1, last + count + 1)]
-            self._last_lineage = lineages[-1]
-            self._write(blocks, hashes, contents, [parent, *lineages], lineages)
+            num_before = len(pending)
+            self._write(blocks, hashes, contents, parent)
             if len(pending) == num_before + count:
                 return count
             self.withdraw(blocks)  # two of them have one name
         return self._stage_one_by_one(blocks, hashes, contents, parent)
 
-    def _write(
-        self,
-        blocks: list[BlockId],
-        hashes: list[BlockHash],
-        contents: list[bytes],
-        parents: list[Lineage],
-        lineages: list[Lineage],
-    ) -> None:
-        """Make blocks pending whose names nobody has. parents may be longer than the others."""
-        all_hashes, all_contents, all_parents, all_lineages = (
-            self.hashes,
-            self._holds.contents,
-            self.parents,
-            self.lineages,
-        )
-        pending = self._pending
-        for block, block_hash, content, parent, lineage in zip(blocks, hashes, contents, parents, lineages):  # noqa: B905
+    def _write(self, blocks: list[BlockId], hashes: list[BlockHash], contents: list[bytes], parent: Lineage) -> None:
+        """Make blocks pending whose names nobody has."""
+        all_hashes, all_contents = self.hashes, self._holds.contents
+        all_parents, all_lineages, pending = self.parents, self.lineages, self._pending
+        first = self._last_lineage + 1
+        stop = first + len(blocks)
+        for block, block_hash, content, lineage in zip(blocks, hashes, contents, range(first, stop)):  # noqa: B905
             pending[block_hash] = block
             all_hashes[block] = block_hash
             all_contents[block] = content
             all_parents[block] = parent
-            all_lineages[block] = lineage
+            all_lineages[block] = parent = lineage  # type: ignore[call-overload, assignment]
+        self._last_lineage = parent
 
     def _stage_one_by_one(
         self, blocks: list[BlockId], hashes: list[BlockHash], contents: list[bytes], parent: Lineage
     ) -> int:
         """Some of these names are taken: by the same beginning, or, in a collision, by another one."""
+        self._are_pending_names_new = False
         committed, pending = self._committed, self._pending
         all_contents, lineages, parents = self._holds.contents, self.lineages, self.parents
         for done, (block, block_hash, content) in enumerate(zip(blocks, hashes, contents, strict=True)):
@@ -181,9 +177,8 @@ class PrefixIndex:
         if self._staged_copies:
             self._staged_copies.difference_update(blocks)
         committed, pending = self._committed, self._pending
-        is_only_one = len(pending) == len(blocks) and list(pending.values()) == blocks  # that writes in this step
-        if is_only_one and committed.keys().isdisjoint(pending):
-            committed.update(pending)
+        if self._are_pending_names_new and len(pending) == len(blocks) and list(pending.values()) == blocks:
+            committed.update(pending)  # nobody else writes in this step
             pending.clear()
             return
         for block in blocks:
@@ -193,6 +188,7 @@ class PrefixIndex:
             if committed.setdefault(block_hash, block) != block:
                 self.copies.setdefault(block_hash, []).append(block)
                 self.num_duplicates += 1
+        self._are_pending_names_new = self._are_pending_names_new or not (pending or self._staged_copies)
 
     def withdraw(self, blocks: list[BlockId]) -> None:
         """Take staged blocks back: the step that was to write them has failed."""
@@ -202,6 +198,7 @@ class PrefixIndex:
             if block_hash is not None and self._pending.get(block_hash) == block:
                 del self._pending[block_hash]
             self._holds.forget(block)
+        self._are_pending_names_new = self._are_pending_names_new or not (self._pending or self._staged_copies)
 
     def remove(self, block: BlockId) -> None:
         """Make a committed block unfindable. Another block of the same content takes its place, if there is one."""

@@ -84,10 +84,12 @@ class Request:
     ) -> None:
         if not len(prompt_token_ids):
             raise EmptyPromptError("the prompt has no tokens; give at least one")
-        if isinstance(prompt_token_ids, str | bytes | bytearray):
-            raise InvalidTokenError(f"token ids must be a sequence of integers, got {type(prompt_token_ids).__name__}")
-        if not isinstance(prompt_token_ids, array) and bool in set(map(type, prompt_token_ids)):
-            raise InvalidTokenError("token ids must be integers: True and False only equal some")
+        if not isinstance(prompt_token_ids, array):
+            if isinstance(prompt_token_ids, str | bytes | bytearray):
+                given = type(prompt_token_ids).__name__
+                raise InvalidTokenError(f"token ids must be a sequence of integers, got {given}")
+            if bool in set(map(type, prompt_token_ids)):
+                raise InvalidTokenError("token ids must be integers: True and False only equal some")
         try:
             self.tokens: array[int] = pack_tokens(prompt_token_ids)
         except (TypeError, OverflowError) as error:

@@ -7,7 +7,7 @@ blocks. A trail that is out of date costs time, never a wrong hit. Knows ids; mu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from anaphora.core.common_length import common_length
@@ -17,12 +17,12 @@ from anaphora.core.ids import NO_LINEAGE, BlockId, Lineage
 class Trail:
     """blocks: leading blocks of a table, two at least, and the lineage of each. Never changes."""
 
-    __slots__ = ("_gather", "_lineages", "blocks")
+    __slots__ = ("_gather", "_lineages", "blocks")  # the gatherer is made when it is first walked on: many never are
 
     def __init__(self, blocks: list[BlockId], lineages: Sequence[Lineage]) -> None:
         self.blocks = blocks
         self._lineages = tuple(lineages)
-        self._gather = itemgetter(*blocks)
+        self._gather: Callable[[Sequence[Lineage]], tuple[Lineage, ...]] | None = None
 
     def beginning(self, count: int) -> Trail:
         """The first `count` blocks of it, two at least."""
@@ -30,6 +30,8 @@ class Trail:
 
     def num_unchanged(self, all_lineages: Sequence[Lineage]) -> int:
         """How many leading blocks hold what they held. all_lineages: by block id, now."""
+        if self._gather is None:
+            self._gather = itemgetter(*self.blocks)
         now = self._gather(all_lineages)
         return len(self.blocks) if now == self._lineages else common_length(now, self._lineages, 0)
 

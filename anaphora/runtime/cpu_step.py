@@ -198,7 +198,7 @@ class CpuStep:
             logits.data_ptr(), team.barrier.ctypes.data,
         ]  # fmt: skip
         arguments: tuple[Any, ...] = (
-            num_threads, addresses[layers], self.addresses.scales()[[*numbers, -1]],
+            num_threads, addresses[layers], self.addresses.scales[[*numbers, -1]],
             np.array([*sizes, use_tiles], dtype=np.int64),
             self.numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.work, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first,

@@ -86,7 +86,8 @@ class KVCache:
     """Keys and values of every layer. Block 0 is the null block: nobody writes it, so it stays zero.
 
     num_blocks counts the null block. `layer` arguments count attention layers from 0, as `layers` does.
-    keys, values: of each layer, views of the places' memory.
+    keys, values: of each layer, views of the places' memory. addresses: [layers, 2], of each one's keys and values,
+    where they stay as long as the cache lives.
     """
 
     def __init__(
@@ -107,6 +108,10 @@ class KVCache:
         value_places = [_zeros((num_blocks, block_size, values), dtype, device) for _, values in widths]
         self.keys = [_view(key_places[la.place], la, la.shape.key_dim) for la in layers]
         self.values = [_view(value_places[la.place], la, la.shape.value_dim) for la in layers]
+        self.addresses = np.array(
+            [(keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.keys, self.values, strict=True)],
+            dtype=np.int64,
+        ).reshape(-1, 2)
         # The same memory, by slot: [num_blocks * block_size, ...].
         self._places = [place.flatten(0, 1) for place in (*key_places, *value_places)]
         self._key_slots = [keys.flatten(0, 1) for keys in self.keys]

@@ -15,6 +15,7 @@ from anaphora.core.ids import RequestId
 from anaphora.core.plan import Embedding, SampledToken, ScheduledRequest
 from anaphora.runtime.admitted_request import AdmittedRequest
 from anaphora.runtime.fast_forward import Forward
+from anaphora.runtime.float_bits import all_finite
 from anaphora.runtime.grammar import GrammarError
 from anaphora.runtime.inputs import StepInputs
 from anaphora.runtime.sampler import SamplingRow, report, row_by_row, sample
@@ -42,8 +43,7 @@ class Readout:
         """Indices of the scheduled requests whose output is not finite, with the reason."""
         if hidden is None:
             raise RuntimeError("the model did not show its hidden states, which it did when it was inspected")
-        # A sum is finite only if every term is, and far cheaper than asking each; an overflow is looked into below.
-        if bool(hidden.sum(dtype=torch.float32).isfinite() & logits.sum(dtype=torch.float32).isfinite()):
+        if all_finite(hidden) and all_finite(logits):
             return {}
         failed: dict[int, str] = {}
         finite = hidden.isfinite().all(dim=-1).tolist()
@@ -78,7 +78,7 @@ class Readout:
             for begin in range(0, len(tokens), SCORED_ROWS):
                 piece = tokens[begin : begin + SCORED_ROWS]
                 logits = self._forward.head(rows[begin : begin + SCORED_ROWS])[:, : self._vocab_size].float()
-                if not bool(logits.sum().isfinite()) and not bool(logits.isfinite().all()):
+                if not all_finite(logits):
                     failed[i] = "the model's logits at positions of the prompt are not all finite"
                     break
                 entries += self._report(logits, piece, [kept.sampling.prompt_logprobs or 0] * len(piece))

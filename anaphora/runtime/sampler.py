@@ -25,6 +25,7 @@ import torch
 
 from anaphora.core.ids import TokenId
 from anaphora.core.plan import SampledToken
+from anaphora.runtime.float_bits import largest
 from anaphora.sampling_params import SamplingParams
 
 # Rows are drawn in chunks of at most this many logits, so that float64 copies stay in the processor's cache.
@@ -73,6 +74,16 @@ class SamplingRow:
     banned: Collection[int] = ()
     allowed: torch.Tensor | None = None
 
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits change before the choice."""
+        return bool(self.counts is not None or self.params.logit_bias or self.banned or self.allowed is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the token is that of the largest logit, and nothing else is asked."""
+        return self.params.temperature == 0.0 and self.params.logprobs is None and not self.is_adjusted
+
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that is a hash of (seed mod 2**64, position)."""
@@ -82,10 +93,12 @@ def uniform(seed: int, position: int) -> float:
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Choose one token for each row of logits [len(rows), vocab]; they are finite and stay as they are."""
+    if all(row.is_plain for row in rows):
+        return [SampledToken(TokenId(token)) for token in largest(logits)]
     raw = logits.float()
     adjusted = _adjust(raw, rows)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
-    tokens = _largest(adjusted) if len(drawn) < len(rows) else [0] * len(rows)
+    tokens = largest(adjusted) if len(drawn) < len(rows) else [0] * len(rows)
     per_chunk = max(1, CHUNK_LOGITS // raw.shape[1])
     for begin in range(0, len(drawn), per_chunk):
         chunk = drawn[begin : begin + per_chunk]
@@ -102,18 +115,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     return result
 
 
-def _largest(logits: torch.Tensor) -> list[int]:
-    """The place of the largest logit of each row, the first one among equals."""
-    if logits.device.type == "cpu":  # numpy's has vector instructions: some ten times as fast as torch's
-        return [int(token) for token in logits.numpy().argmax(axis=-1)]
-    return [int(token) for token in logits.argmax(dim=-1).tolist()]
-
-
 def _adjust(raw: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Penalties, then bias, then bans. Returns `raw` itself if no row wants any."""
-    if not any(
-        row.counts is not None or row.params.logit_bias or row.banned or row.allowed is not None for row in rows
-    ):
+    if not any(row.is_adjusted for row in rows):
         return raw
     adjusted = raw.clone()
     largest = torch.finfo(raw.dtype).max

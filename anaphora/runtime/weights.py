@@ -36,25 +36,28 @@ class LiveWeights:
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
         self._parameters = [part._parameters for part in module.modules() if part._parameters]
-        self._tensors: list[torch.nn.Parameter] = []
+        self._found: list[torch.nn.Parameter | None] = []
+        self._identities: tuple[int, ...] = ()
         self._counted: list[torch.Tensor] = []
         self._versions = self._versions_now()
         self.history = self._of_module()
 
-    def _versions_now(self) -> tuple[int, ...]:
+    def _versions_now(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Others after every write to a parameter, and in place of a replaced one, as far as torch counts them: a write
         through `.data` is not seen, nor one to a submodule that came later."""
         # At every step, of hundreds of tensors, so what differs per tensor runs in C. They are kept while they are
         # the module's, and no other tensor has the identity of one of them meanwhile.
-        tensors = [tensor for tensor in chain.from_iterable(map(dict.values, self._parameters)) if tensor is not None]
-        if not (len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))):
-            self._tensors, self._counted = tensors, [tensor for tensor in tensors if not tensor.is_inference()]
-        return (*map(id, tensors), *map(attrgetter("_version"), self._counted))
+        found = [*chain.from_iterable(map(dict.values, self._parameters))]
+        if not (len(found) == len(self._found) and all(map(is_, found, self._found))):
+            tensors = [tensor for tensor in found if tensor is not None]
+            self._found, self._identities = found, (*map(id, tensors),)
+            self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        return self._identities, (*map(attrgetter("_version"), self._counted),)
 
     def _is_tampered_with(self) -> bool:
         """Whether a parameter was written to by other than update_weights since this engine last looked."""
         now = self._versions_now()
-        if now == vars(self._module).get(_VERSIONS):  # another engine has given the same values again
+        if now != self._versions and now == vars(self._module).get(_VERSIONS):  # another engine has given the same
             self._versions = now
         return now != self._versions
 

@@ -43,7 +43,7 @@ class ChatJob(ChoicesJob):
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         if self._reads_calls:
             reader = self._readers[index] = ToolCallReader()
-            content = reader.add(completion.text)[0] + reader.flush()
+            content, _ = reader.add(completion.text, is_last=True)
             message["content"] = content or (None if reader.calls else "")
             if reader.calls:
                 message["tool_calls"] = reader.calls
@@ -55,8 +55,7 @@ class ChatJob(ChoicesJob):
         if self._reads_calls:
             reader = self._readers.setdefault(index, ToolCallReader())
             num_before = len(reader.calls)
-            content, calls = reader.add(step.text)
-            delta["content"] = content + (reader.flush() if step.finished else "")
+            delta["content"], calls = reader.add(step.text, is_last=step.finished)
             if calls:
                 delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_before)]
         return {"delta": delta, "logprobs": self._logprobs(step.logprobs or ())}

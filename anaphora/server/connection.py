@@ -82,9 +82,15 @@ class Connection:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""They end no line of an event stream, and many clients split lines there all the same. JSON escapes those in ASCII."""
+
+
 def event(document: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     data = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if not data.isascii():
+        data = data.translate(_LINE_ENDS)
     return ((f"event: {name}\n" if name else "") + f"data: {data}\n\n").encode()
 
 

@@ -161,4 +161,7 @@ def _logit_bias(bias: Any, config: ServerConfig) -> dict[int, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"logit_bias must map token ids to numbers, got the key {key[:40]!r}")
-    return {int(key): value for key, value in bias.items()}
+    by_id = {int(key): value for key, value in bias.items()}
+    if len(by_id) < len(bias):
+        raise invalid("logit_bias", "logit_bias names a token twice (leading zeros make no other token)")
+    return by_id

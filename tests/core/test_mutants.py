@@ -207,7 +207,7 @@ MUTANTS = [
     Mutant(
         "a trail leads to a copy that is pending",
         "test_trails::test_a_block_that_comes_back_to_its_lineage_as_a_copy_is_pending_until_its_step_has_succeeded",
-        (("prefix_index.py", "if chain.trail is None or self._staged_copies else", "if chain.trail is None else"),),
+        (("prefix_index.py", "if trail is None or self._staged_copies else", "if trail is None else"),),
     ),
     Mutant(
         "a trail is left while a step is in flight",

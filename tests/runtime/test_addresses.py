@@ -19,6 +19,7 @@ from anaphora.runtime.decoder import NotRecognisedError
 from anaphora.runtime.inputs import build_inputs
 from anaphora.runtime.kernels import step
 from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.quantization import quantize_weights
 from anaphora.runtime.recogniser import recognise
 
 CPU = torch.device("cpu")
@@ -68,6 +69,34 @@ def test_a_weight_put_in_the_place_of_another_is_seen_and_one_that_has_gone_is_t
     table, _ = addresses.now(context)
     assert table[1, step.UP] == linear.weight.data_ptr()
     assert table[1, step.UP_BIAS] == linear.bias.data_ptr()
+    linear.bias = None
+    linear.weight.data = torch.zeros_like(linear.weight)  # the same parameter, in other memory
+    table, _ = addresses.now(context)
+    assert table[1, step.UP] == linear.weight.data_ptr()
+    assert table[1, step.UP_BIAS] == 0
     linear.weight = None  # type: ignore[assignment]
-    with pytest.raises(NotRecognisedError, match="a weight is missing"):
-        addresses.now(context)
+    for _ in range(2):
+        with pytest.raises(NotRecognisedError, match="a weight is missing"):
+            addresses.now(context)
+
+
+def test_pools_are_those_of_the_context() -> None:
+    module = make_tiny_llama()
+    addresses = WeightAddresses(recognise(module))
+    for context in (context_of(module), context_of(module)):
+        for _ in range(2):
+            table, _ = addresses.now(context)
+            assert table[:, step.KEY_POOL].tolist() == [keys.data_ptr() for keys in context.cache.keys]
+            assert table[:, step.VALUE_POOL].tolist() == [values.data_ptr() for values in context.cache.values]
+
+
+def test_scales_of_codes_have_the_columns_of_their_weights() -> None:
+    module = make("LlamaConfig", "LlamaForCausalLM", head_dim=32, num_hidden_layers=2)
+    quantize_weights(module, "int8")
+    addresses = WeightAddresses(recognise(module))
+    addresses.now(context_of(module))
+    layer = module.model.layers[1]
+    parts = [layer.self_attn.v_proj, layer.mlp.down_proj]
+    assert addresses.scales[1, [step.VALUE, step.DOWN]].tolist() == [part.scales.data_ptr() for part in parts]
+    assert addresses.scales[2].nonzero()[0].tolist() == [0]
+    assert addresses.scales[2, 0] == module.lm_head.scales.data_ptr()

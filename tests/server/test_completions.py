@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from server_world import Live, cached, chunks, serving
 from tiny_llama import ids
 
@@ -38,6 +40,18 @@ def test_a_stream_says_the_same_as_the_whole(live: Live) -> None:
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
     assert len({part["id"] for part in events}) == 1
+
+
+def test_no_event_holds_a_character_that_clients_split_lines_at(live: Live) -> None:
+    """Only line feeds end lines of an event stream; str.splitlines, which clients use, knows eight more."""
+    text = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e e"
+    body = {"prompt": text, "echo": True, "max_tokens": 1, "stream": True}
+    with live.client.stream("POST", "/v1/completions", json=body) as reply:
+        sent = b"".join(reply.iter_raw()).decode()
+    lines = sent.splitlines()
+    assert lines == sent.split("\n")[:-1]
+    (choice,) = json.loads(lines[0].removeprefix("data: "))["choices"]
+    assert choice["text"].startswith(text)
 
 
 def test_without_include_usage_no_chunk_has_usage(live: Live) -> None:

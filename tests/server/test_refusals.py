@@ -55,6 +55,7 @@ PROMPT = [8, 9, 10]
         ("stop_token_ids", {"stop_token_ids": ["8"]}),
         ("logit_bias", {"logit_bias": {"384": 1}}),
         ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("logit_bias", {"logit_bias": {"7": 1, "007": 2}}),
         ("logit_bias", {"logit_bias": {str(i): 1 for i in range(1025)}}),
         ("logit_bias", {"logit_bias": [1]}),
         ("cache_salt", {"cache_salt": ""}),

@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 from server_world import CHAT_TEMPLATE, Live, chunks, serving
 from tiny_tokenizer import make_tiny_tokenizer
 
+from anaphora.server.connection import event
 from anaphora.server.tool_calls import ToolCallReader
 
 TIDE = '<tool_call>\n{"name": "tide", "arguments": {"where": "A"}}\n</tool_call>'
+MARKED = r'<tool_call>{"name": "echo", "arguments": {"a": "b \"</tool_call>\\</tool_call><tool_call>"}}</tool_call>'
+UNENDED = '<tool_call>{"name": "tide}</tool_call>'
+BROKEN = '<tool_call>{"name": "tide, "arguments": {}}</tool_call>'
 TEXTS = {
     "": ("", []),
     "no call": ("no call", []),
@@ -25,6 +29,26 @@ TEXTS = {
     '<tool_call>{"name": 1}</tool_call>': ('<tool_call>{"name": 1}</tool_call>', []),
     '<tool_call>{"name": "x", "argu': ('<tool_call>{"name": "x", "argu', []),
     "</tool_call>": ("</tool_call>", []),
+    f"{MARKED}.": (".", ["echo"]),
+    f"{MARKED}{TIDE}": ("", ["echo", "tide"]),
+    MARKED[:-1]: (MARKED[:-1], []),
+    # A quote too many: text up to the first mark, and what comes after it is read as if nothing had been before.
+    f"{BROKEN}\n{TIDE}": (f"{BROKEN}\n", ["tide"]),
+    f"{BROKEN}{TIDE}": (BROKEN, ["tide"]),
+    f"{BROKEN}{MARKED}": (BROKEN, ["echo"]),
+    BROKEN: (BROKEN, []),
+    UNENDED: (UNENDED, []),
+    f"{UNENDED}{TIDE}": (UNENDED, ["tide"]),
+    f"{UNENDED}{MARKED}{UNENDED}": (UNENDED + UNENDED, ["echo"]),
+    f"{BROKEN}{BROKEN}": (f"{BROKEN}{BROKEN}", []),
+    '<tool_call>{"name": "x", "arguments": {"a": NaN}}</tool_call>': (
+        '<tool_call>{"name": "x", "arguments": {"a": NaN}}</tool_call>',
+        [],
+    ),
+    '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+        [],
+    ),
 }
 
 
@@ -36,10 +60,28 @@ def test_the_pieces_do_not_matter(text: str, data: st.DataObject) -> None:
         content, calls = reader.add(text[start:stop])
         shown.append(content)
         names += [call["function"]["name"] for call in calls]
-    shown.append(reader.flush())
+    content, calls = reader.add("", is_last=True)
+    shown.append(content)
+    names += [call["function"]["name"] for call in calls]
     assert ("".join(shown), names) == TEXTS[text]
     assert [call["function"]["name"] for call in reader.calls] == names
     assert len({call["id"] for call in reader.calls}) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (r'{"text": "a </tool_call> b"}', {"text": "a </tool_call> b"}),
+        (r'{"text": "\ud83d"}', {"text": "\ud83d"}),
+        (r'{"text": "\ud83d\ude00 \u2028"}', {"text": "\U0001f600 \u2028"}),
+    ],
+)
+def test_arguments_are_what_the_model_wrote_and_can_be_sent(written: str, arguments: dict[str, str]) -> None:
+    """Half a surrogate pair is no text that UTF-8 holds, so it goes out as the escape that it came as."""
+    reader = ToolCallReader()
+    assert reader.add(f'<tool_call>{{"name": "echo", "arguments": {written}}}</tool_call>', is_last=True)[0] == ""
+    sent = json.loads(event(reader.calls[0]).removeprefix(b"data: "))
+    assert json.loads(sent["function"]["arguments"]) == arguments
 
 
 @pytest.fixture(scope="module")

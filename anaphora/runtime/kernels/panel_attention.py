@@ -34,9 +34,10 @@ from anaphora.runtime.kernels.tile_attention import find_keys, score_panel
 from anaphora.runtime.kernels.tiles import TILE_BYTES, Tiles, emit_tiles, transposed
 from anaphora.runtime.kernels.vectors import I32, I64, Vectors, length, load_element
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 64
+"""So few that keys, values, scores and weights of one K/V head stay in the nearest cache while panels read them."""
 
-SPAN_TOKENS = 2 * CHUNK_TOKENS
+SPAN_TOKENS = 512
 
 PANEL, FIRST, LAST_FIRST, FIRST_END, END = range(5)
 """Columns of `items`: a panel; of the keys of the sequence that its 16 tokens see, the least and the greatest first one
@@ -169,9 +170,6 @@ def attend_panels(
     own = 64 * dim + STATE_BYTES
     offset = kv_head * dim * 2
     num_results, num_spans = len(items) * group, 0
-    least = items[0, FIRST]
-    for n in range(1, len(items)):
-        least = min(least, items[n, FIRST])
     span = results
     for start in range(first_key, end_key, CHUNK_TOKENS):
         if num_spans == 0 or start % SPAN_TOKENS == 0:
@@ -185,16 +183,12 @@ def attend_panels(
             for n in range(num_results):
                 begin_panel(span + n * own, dim, span + n * own + 64 * dim)
         here = min(CHUNK_TOKENS, end_key - start)
-        unseen = max(0, least - start) // 64 * 64
         row = rows + 8 * start
         if start == first_key:
-            fetch_rows(keys + offset, row + 8 * unseen, here - unseen, 2 * dim)
-        for t in range(unseen // 32, (here + 31) // 32):
+            fetch_rows(keys + offset, row, here, 2 * dim)
+        for t in range((here + 31) // 32):
             turn_values(values + offset, row + 8 * 32 * t, packed_values + t * TILE_BYTES, value_bytes, dim)
-        find_keys(
-            keys + offset, row + 8 * unseen, num_kv_heads * 2 * dim, dim, (here + 63) // 64 * 64 - unseen,
-            room + 2 * dim * unseen, table + unseen,
-        )  # fmt: skip
+        find_keys(keys + offset, row, num_kv_heads * 2 * dim, dim, CHUNK_TOKENS, room, table)
         ahead = min(CHUNK_TOKENS, end_key - start - here)
         fetch_rows(keys + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
         fetch_rows(values + offset, row + 8 * CHUNK_TOKENS, ahead, 2 * dim)
@@ -212,8 +206,7 @@ def attend_panels(
                 query = queries + (items[n, PANEL] * num_heads + head) * dim * 32
                 panel = span + (n * group + g) * own
                 state = panel + 64 * dim
-                for t in range(begin // 2 * 64, count, 64):
-                    score_panel(table + t, query, dim, scores + 64 * t, (0, 0, 0, 0))
+                score_panel(table, query, dim, scores, (0, 0, 0, 0))
                 if cap != 0:
                     soft_cap(scores + 64 * 32 * begin, 16 * 32 * (end - begin), scale / cap, cap / scale)
                 soften(scores, begin, whole, masked, end, seen, scale, state, weights)

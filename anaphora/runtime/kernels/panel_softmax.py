@@ -43,27 +43,36 @@ def soften(tc, scores, begin, whole, masked, end, seen, scale, state, weights):
         parts = ((begin, whole, True), (whole, masked_from, False), (masked_from, end, True))
         lowest = v.constant(LOWEST)
         before = v.load_floats(state)
-        best = cgutils.alloca_once_value(b, before)
+        # Several at a time, as each waits for the one before it.
+        best = [cgutils.alloca_once_value(b, before) for _ in range(4)]
         total = cgutils.alloca_once_value(b, v.zero)
 
         def sees(key: Any) -> Any:
             # Keys before the first one are negative, which makes them large.
             return b.icmp_unsigned("<", b.sub(v.splat_integer(key), seen_from), num_seen)
 
+        def larger(value: Any, other: Any) -> Any:
+            return b.select(b.fcmp_ordered(">", value, other), value, other)
+
         def greatest(block: Any, masked: bool) -> None:
             place = b.add(scores, b.mul(block, v.number(32 * 64)))
-            found = b.load(best)
+            found = [b.load(each) for each in best]
             for i in range(32):
                 value = v.load_floats(v.at(place, 64 * i))
                 if masked:
                     value = b.select(sees(v.at(b.mul(block, v.number(32)), i)), value, lowest)
-                found = b.select(b.fcmp_ordered(">", value, found), value, found)
-            b.store(found, best)
+                found[i % 4] = larger(value, found[i % 4])
+            for each, value in zip(best, found, strict=True):
+                b.store(value, each)
 
         for first, last, masked in parts:
             with cgutils.for_range_slice(b, first, last, v.number(1), I64) as (block, _):
                 greatest(block, masked)
-        top, factor = b.load(best), v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E)))
+        found = [b.load(each) for each in best]
+        top, factor = (
+            larger(larger(found[0], found[1]), larger(found[2], found[3])),
+            v.splat(b.fmul(scale, ir.Constant(F32, _LOG2_E))),
+        )
         shift = b.fneg(b.fmul(top, factor))
         kept = short_power_of_two(v, b.fmul(b.fsub(before, top), factor))
 
