@@ -147,7 +147,7 @@ class PanelStep:
         sizes = np.array([*counts, chunk_bytes(dim), own_size, code_bytes], dtype=np.int64)
         group_tokens = panel_step.GROUP_PANELS * PANEL_TOKENS
         arguments = (
-            team.num_threads, addresses[layers], self._addresses.scales()[layers], sizes, self._numbers[layers],
+            team.num_threads, addresses[layers], self._addresses.scales[layers], sizes, self._numbers[layers],
             panels.data_ptr(), self._room("queries", len(panels) * self._num_heads * dim * PANEL_TOKENS * 2),
             self._room("gated", group_tokens * self._mlp_size * 2),
             self._room("wide", group_tokens * self._hidden_size * 4),
@@ -175,7 +175,7 @@ class PanelStep:
         arguments = (
             team.num_threads, sizes, panels.data_ptr(), tensor(decoder.norm.parameters).data_ptr(),
             np.float32(decoder.norm.eps), np.float32(decoder.norm.offset), normed.data_ptr(), kept.ctypes.data,
-            len(logits), head.data_ptr(), self._addresses.scales()[-1, 0], 0 if bias is None else bias.data_ptr(),
+            len(logits), head.data_ptr(), self._addresses.scales[-1, 0], 0 if bias is None else bias.data_ptr(),
             num_words, np.float32(decoder.soft_cap or 0), logits.data_ptr(), team.barrier.ctypes.data,
             self._claims.ctypes.data, own, self._configuration.ctypes.data, self._head_codes,
         )  # fmt: skip
