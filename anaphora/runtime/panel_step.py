@@ -16,7 +16,7 @@ import torch
 from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
 from anaphora.runtime.attention import PagedContext
-from anaphora.runtime.cpu_step import CpuStep, tiles_allowed
+from anaphora.runtime.cpu_step import MAX_TOKENS_ADAPTERS, CpuStep, tiles_allowed
 from anaphora.runtime.decoder import (
     Decoder,
     GatedMlp,
@@ -27,9 +27,11 @@ from anaphora.runtime.decoder import (
 )
 from anaphora.runtime.kernels import barrier, panel_head, panel_step, step, tiles
 from anaphora.runtime.kernels.panel_attention import chunk_bytes, result_bytes
+from anaphora.runtime.kernels.panel_products import GROUP_PANELS
 from anaphora.runtime.kernels.panels import PANEL_TOKENS
 from anaphora.runtime.kernels.unpacking import room_bytes
 from anaphora.runtime.lora.context import AdapterContext
+from anaphora.runtime.lora.panel_tables import PanelTables
 from anaphora.runtime.panel_readers import Heads, find_readers
 from anaphora.runtime.threads import ThreadTeam
 
@@ -78,15 +80,19 @@ class PanelStep:
         self._addresses = few_tokens.addresses
         self._team = ThreadTeam(torch.get_num_threads(), barrier.BARRIER_SIZE)
         self._claims = np.zeros(barrier.CLAIMS_SIZE, dtype=np.int64)
+        self._low_rank = PanelTables(decoder)
         self._rooms: dict[str, torch.Tensor] = {}
 
     def takes(self, num_tokens: int, context: object, adapters: AdapterContext | None = None) -> bool:
-        """Whether this step is one for the tile unit. None with adapters is."""
-        if adapters is not None or num_tokens < MIN_TOKENS or not isinstance(context, PagedContext):
+        """Whether this step is one for the tile unit."""
+        if not isinstance(context, PagedContext) or context.cache.keys[0].dtype != torch.bfloat16:
             return False
         num_seqs = sum(call.num_seqs for call in context.groups[0].calls)
+        if adapters is not None:  # CpuStep adds what they add with vectors, and takes fewer tokens
+            is_for_few = num_tokens <= MAX_TOKENS_ADAPTERS and num_tokens < MIN_MEAN_TOKENS * num_seqs
+            return not is_for_few and self._low_rank.takes(adapters)
         is_for_few = num_tokens <= self._few_tokens.max_tokens and num_tokens < MIN_MEAN_TOKENS * num_seqs
-        return not is_for_few and context.cache.keys[0].dtype == torch.bfloat16
+        return num_tokens >= MIN_TOKENS and not is_for_few
 
     def __call__(
         self,
@@ -99,7 +105,8 @@ class PanelStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [len(keep), vocab] and final hidden states [T, hidden] of embeddings [T, hidden]."""
         panels = _panels(hidden)
-        sizes, own = self._run(range(len(self._decoder.layers)), panels, rotations, position_ids, context)
+        layers = range(len(self._decoder.layers))
+        sizes, own = self._run(layers, panels, rotations, position_ids, context, adapters)
         return self._run_head(panels, sizes, own, keep)
 
     def run_layer(
@@ -122,6 +129,7 @@ class PanelStep:
         rotations: Rotations,
         position_ids: torch.Tensor,
         context: PagedContext,
+        adapters: AdapterContext | None = None,
     ) -> tuple[Int64, int]:
         """Overwrites the panels. Returns the kernels' sizes, and the address of the threads' own memory."""
         if torch.get_num_threads() != self._team.num_threads:
@@ -145,7 +153,10 @@ class PanelStep:
         layers = slice(numbers.start, numbers.stop)
         counts = (len(positions), self._hidden_size, self._num_heads, heads.of_keys, self._mlp_size, dim)
         sizes = np.array([*counts, chunk_bytes(dim), own_size, code_bytes], dtype=np.int64)
-        group_tokens = panel_step.GROUP_PANELS * PANEL_TOKENS
+        added = self._low_rank.of_step(adapters, len(positions))
+        narrow_bytes = added.most_rows * 2 * PANEL_TOKENS
+        narrow = self._room("narrow", len(added.entries) * narrow_bytes)
+        group_tokens = GROUP_PANELS * PANEL_TOKENS
         arguments = (
             team.num_threads, addresses[layers], self._addresses.scales[layers], sizes, self._numbers[layers],
             panels.data_ptr(), self._room("queries", len(panels) * self._num_heads * dim * PANEL_TOKENS * 2),
@@ -153,7 +164,8 @@ class PanelStep:
             self._room("wide", group_tokens * self._hidden_size * 4),
             cos.data_ptr(), sin.data_ptr(), slots, readers.rows.ctypes.data, readers.sequences, readers.items,
             readers.units, readers.merges, readers.parts, readers.visible.ctypes.data,
-            self._room("partials", readers.num_results * result_bytes(dim)), team.barrier.ctypes.data,
+            self._room("partials", readers.num_results * result_bytes(dim)), added.downs[layers], added.ups[layers],
+            (added.owners, added.entries, added.lanes.ctypes.data, narrow, narrow_bytes), team.barrier.ctypes.data,
             self._claims.ctypes.data, own, self._configuration.ctypes.data, self._codes,
         )  # fmt: skip
         self._claims[:] = 0

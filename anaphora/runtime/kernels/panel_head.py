@@ -13,15 +13,8 @@ from anaphora.runtime.kernels.code_layout import row_bytes
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import soft_cap
 from anaphora.runtime.kernels.panel_attention import copy_row
-from anaphora.runtime.kernels.panel_step import (
-    CONFIGURATION_BYTES,
-    GROUP_PANELS,
-    HIDDEN,
-    NUM_TOKENS,
-    OWN_BYTES,
-    ROOM_BYTES,
-    multiply,
-)
+from anaphora.runtime.kernels.panel_products import GROUP_PANELS, multiply
+from anaphora.runtime.kernels.panel_step import CONFIGURATION_BYTES, HIDDEN, NUM_TOKENS, OWN_BYTES, ROOM_BYTES
 from anaphora.runtime.kernels.panels import add_panel_bias, normalise_panel, turn_operand, turn_to_rows
 from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, pack_rows, store_configuration
 from anaphora.runtime.kernels.unpacking import row_stride, rows_of
