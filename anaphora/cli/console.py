@@ -15,21 +15,24 @@ from rich.console import Console
 
 from anaphora.cli.flags import in_flags
 
+_AS_IT_IS: Any = {"markup": False, "emoji": False, "highlight": False}
+"""No text is read for signs: not for markup, and not for `:-1:`, which rich takes for a thumb."""
+
 
 def stdout() -> Console:
-    """For results. Markup and highlighting are off: what a model or a user wrote is printed as it is."""
-    return Console(markup=False, highlight=False, soft_wrap=True)
+    """For results. What a model or a user wrote is printed as it is."""
+    return Console(**_AS_IT_IS, soft_wrap=True)
 
 
 def tables() -> Console:
     """For tables on stdout. A pipe or file has no width: tables there are not squeezed into 80 columns."""
-    console = Console(markup=False, highlight=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, width=120)
+    console = Console(**_AS_IT_IS)
+    return console if console.is_terminal else Console(**_AS_IT_IS, width=120)
 
 
 def stderr() -> Console:
     """For progress, logs and errors."""
-    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    return Console(**_AS_IT_IS, stderr=True, soft_wrap=True)
 
 
 def print_error(error: Exception, command: Any = None) -> None:

@@ -23,9 +23,11 @@ def forget(
     tenant: Annotated[
         str | None, typer.Option(help="All that is this tenant's, or whose salt or prompt is meant; for admins.")
     ] = None,
-    salt: Annotated[str | None, typer.Option(help="What was cached under this cache_salt.")] = None,
+    salt: Annotated[
+        str | None, typer.Option("--cache-salt", "--salt", help="What was cached under this cache_salt.")
+    ] = None,
     adapter: Annotated[str | None, typer.Option(help="A LoRA adapter's name, or its digest; for admins.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="What begins with this text, under --salt and --model.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="What begins with this text, under that salt and --model.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="The same as token ids, separated by commas.")] = None,
     model: Annotated[str | None, typer.Option(help="The adapter that the prompt ran with.")] = None,
     as_json: JsonFlag = False,

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import os
 import signal
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from anaphora.cli import console
+from anaphora.cli.config_file import read_config
 from anaphora.cli.options import EngineOptions, flatten_options
 from anaphora.config import EngineConfig
 from anaphora.errors import ConfigError
@@ -119,34 +118,6 @@ class ServerOptions:
         return ServerConfig(**{**values, "share_cache": groups})
 
 
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make what the file says the defaults of this command. Raises ConfigError."""
-    if path is None:
-        return None
-    names = {}
-    for parameter in context.command.params:
-        for flag in (*parameter.opts, parameter.name or ""):
-            names[flag.lstrip("-").replace("-", "_")] = parameter.name
-    values = {name.replace("-", "_"): value for name, value in _load(path).items()}
-    unknown = sorted(values.keys() - (names.keys() - {"config", "help", "h"}))
-    if unknown:
-        raise ConfigError(f"{path} sets unknown options: {', '.join(unknown)}; see `anaphora serve --help`")
-    context.default_map = {names[name]: value for name, value in values.items()}
-    return path
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """TOML, or JSON by its suffix. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:  # both decoders' errors are ValueErrors
-        raise ConfigError(f"the configuration {path} cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"the configuration {path} must be a table of options")
-    return document
-
-
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """While the model is loaded, too: to the first process of a container SIGTERM means nothing by itself."""
@@ -176,7 +147,7 @@ def serve(
         typer.Option(
             "--config",
             is_eager=True,
-            callback=_read_config,
+            callback=read_config,
             exists=True,
             dir_okay=False,
             help="TOML or JSON with options of this command by their long names; the command line overrules it.",
@@ -189,7 +160,7 @@ def serve(
     try:
         from anaphora.server.app import build_app
         from anaphora.server.run import Server, bind
-        from anaphora.server.tenants import load_api_keys
+        from anaphora.server.tenants import check_secret, check_sharing, load_api_keys
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the server needs the package {error.name}: pip install starlette uvicorn pydantic prometheus-client"
@@ -197,7 +168,10 @@ def serve(
 
     server_config = server.config()
     api_keys = None if server.api_key_file is None else load_api_keys(server.api_key_file)
+    check_sharing(server_config.share_cache, api_keys)
     secret = None if server.secret_file is None else _read_secret(server.secret_file)
+    if secret is not None:
+        check_secret(secret)
     options = dataclasses.asdict(engine) | ({} if model_name is None else {"model": model_name})
     options["warm_up"] = options["warm_up"] is not False
     engine_config = EngineConfig(**options)

@@ -93,6 +93,10 @@ class LLGuidanceGrammars:
         matcher = library.LLMatcher(self._library_tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidParameterError(f"{field} cannot be followed: {_brief(matcher.get_error())}")
+        try:  # the library compiles grammars that nothing fits, such as a schema that is its own reference
+            LLGuidanceMatcher(matcher.deep_copy(), self._vocab_size).allowed()
+        except GrammarError as error:
+            raise InvalidParameterError(f"{field} describes no output: {error}") from None
         return matcher
 
     def _make_library_tokenizer(self, field: str) -> Any:

@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from anaphora.engine.async_engine import AsyncEngine
 from anaphora.engine.engine import Engine
-from anaphora.errors import ConfigError
 from anaphora.server.adapters import load_adapter, unload_adapter
 from anaphora.server.admin import ResetFields, reset_prefix_cache
 from anaphora.server.arrival import Arrival
@@ -43,7 +42,7 @@ from anaphora.server.metrics import CONTENT_TYPE, Metrics
 from anaphora.server.openapi import ANSWERS_AT_ONCE, GENERATES, REFUSES_BODIES, Operation, describe
 from anaphora.server.responses import prepare_response
 from anaphora.server.service import Service
-from anaphora.server.tenants import ApiKeys, CacheDomains
+from anaphora.server.tenants import ApiKeys, CacheDomains, check_sharing
 from anaphora.server.text import TextTools
 from anaphora.server.tokens import detokenize, tokenize
 
@@ -65,10 +64,7 @@ def build_app(
     house is full. api_keys: None lets anybody call. secret: of the tenants' salts; None draws one, so that salts differ
     from server to server. Raises ConfigError.
     """
-    if api_keys is None and config.share_cache:
-        raise ConfigError("share_cache names tenants, and without a key file there are none: give api_key_file")
-    if api_keys is not None and (unknown := {t for group in config.share_cache for t in group} - api_keys.tenants):
-        raise ConfigError(f"share_cache names tenants that have no key: {', '.join(sorted(unknown))}")
+    check_sharing(config.share_cache, api_keys)
     async_engine = AsyncEngine(engine, num_workers=config.num_text_workers)
     service = Service(
         engine=async_engine,

@@ -21,6 +21,10 @@ from anaphora.server.config import ServerConfig
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises ConfigError."""
+    if not host:  # to the system, any address of this machine
+        raise ConfigError("host is empty: give 127.0.0.1, or 0.0.0.0 to listen at every address")
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must be from 0 to 65535, got {port}; 0 takes a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio sends small pieces at once (TCP_NODELAY) only where it is. Else the second
     # piece of a reply waits 40 ms for the client's delayed acknowledgement of the first.
@@ -28,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except (OSError, OverflowError, UnicodeError) as error:  # the last: a name that can be no host's
+    except (OSError, UnicodeError) as error:  # the latter: a name that can be no host's
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another host or port") from error
     return listener

@@ -106,6 +106,21 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
+def check_secret(secret: bytes) -> None:
+    """Raises ConfigError if it is too short to keep tenants apart."""
+    if len(secret) < 16:
+        raise ConfigError(f"the server secret has {len(secret)} bytes: give at least 16 random ones")
+
+
+def check_sharing(groups: Iterable[frozenset[str]], api_keys: ApiKeys | None) -> None:
+    """Raises ConfigError if groups of tenants that share a cache name tenants that there are not."""
+    named = frozenset().union(*groups)
+    if api_keys is None and named:
+        raise ConfigError("share_cache names tenants, and without a key file there are none: give api_key_file")
+    if api_keys is not None and (unknown := named - api_keys.tenants):
+        raise ConfigError(f"share_cache names tenants that have no key: {', '.join(sorted(unknown))}")
+
+
 class CacheDomains:
     """The salt that keeps each tenant's cached beginnings apart.
 
@@ -113,8 +128,7 @@ class CacheDomains:
     """
 
     def __init__(self, secret: bytes, shared: Iterable[frozenset[str]] = ()) -> None:
-        if len(secret) < 16:
-            raise ConfigError(f"the server secret has {len(secret)} bytes: give at least 16 random ones")
+        check_secret(secret)
         self._secret = secret
         self._epochs: dict[tuple[str, ...], int] = {}  # of domains that were forgotten
         self._shared: Mapping[str, frozenset[str]] = {tenant: group for group in shared for tenant in group}

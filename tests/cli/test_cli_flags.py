@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import typer
 
+from anaphora.cli.console import print_error, stderr, stdout, tables
 from anaphora.cli.flags import in_flags
 from anaphora.cli.main import app, main
+from anaphora.errors import ConfigError
 
 
 def command(name: str) -> Any:
@@ -75,3 +77,13 @@ def test_a_prompt_that_is_too_long_names_the_flag(tiny_model: Path, capsys: pyte
 )
 def test_what_names_no_option_stays(message: str) -> None:
     assert in_flags(message, command("generate")) == message
+
+
+def test_what_is_printed_is_not_read_for_signs(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich makes a thumb of `:-1:` and a heart of `:heart:`, and takes brackets for markup."""
+    text = "[bold] 127.0.0.1:-1: :heart: [/]"
+    for console in (stdout(), stderr(), tables()):
+        console.print(text)
+    print_error(ConfigError(text))
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (f"{text}\n" * 2, f"{text}\nerror: {text}\n")

@@ -54,6 +54,7 @@ def run(server: Recorder, *arguments: str) -> int:
     ("arguments", "body"),
     [
         (["--salt", "x"], {"cache_salt": "x"}),
+        (["--cache-salt", "x"], {"cache_salt": "x"}),
         (["--tenant", "anna"], {"tenant": "anna"}),
         (["--adapter", "sql"], {"adapter": "sql"}),
         (["--prompt", "once", "--salt", "x", "--model", "sql"], {"prompt": "once", "cache_salt": "x", "model": "sql"}),

@@ -157,6 +157,8 @@ def test_a_schema_of_the_greatest_depth_is_accepted() -> None:
         ({"json_schema": {"type": "foo"}}, r"^json_schema cannot be followed: .*foo"),
         ({"json_schema": {"not": {"type": "string"}}}, r"^json_schema cannot be followed: .*not"),
         ({"json_schema": {"$ref": "http://example.com/x"}}, r"^json_schema cannot be followed"),
+        ({"json_schema": {"$ref": "#"}}, r"^json_schema describes no output: .*cannot be followed"),
+        ({"regex": "[^\\s\\S]"}, r"^regex (describes no output|cannot be followed): "),
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 2}}, r"^json_schema cannot be followed: .*5"),
     ],
     ids=str,

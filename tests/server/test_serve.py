@@ -107,7 +107,16 @@ def test_a_drain_that_takes_too_long_ends_its_requests_and_exits_0(folder: Path)
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("num_block = 3", "num_block"), ("num_blocks = ", "cannot be read"), ("num_blocks = 'x'", "num-blocks")],
+    [
+        ("num_block = 3", "num_block"),
+        ("num_blocks = ", "cannot be read"),
+        ("num_blocks = 'x'", "num-blocks"),
+        ("num_blocks = true", "sets --num-blocks to true, and it is no switch"),
+        ("num_blocks = 3\nnum-blocks = 4", "sets num-blocks twice"),
+        ("lora = 'a'", "--lora must look like NAME=FOLDER"),
+        ("host = ''", "host is empty"),
+        ("port = 65536", "--port must be from 0 to 65535, got 65536"),
+    ],
 )
 def test_a_wrong_configuration_is_told(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
@@ -129,6 +138,14 @@ def test_a_taken_port_and_a_missing_key_file_are_told_before_the_model_is_loaded
     assert "cannot listen" in capsys.readouterr().err
     assert main(["serve", "no-such-model", "--api-key-file", str(tmp_path / "none")]) == 2
     assert "key file" in capsys.readouterr().err
+    (tmp_path / "secret").write_text("fifteen letters")
+    assert main(["serve", "no-such-model", "--secret-file", str(tmp_path / "secret")]) == 2
+    assert "the server secret has 15 bytes" in capsys.readouterr().err
+    assert main(["serve", "no-such-model", "--share-cache", "a,b"]) == 2
+    assert "without a key file there are none: give --api-key-file" in capsys.readouterr().err
+    (tmp_path / "keys").write_text("key a")
+    assert main(["serve", "no-such-model", "--api-key-file", str(tmp_path / "keys"), "--share-cache", "a,b"]) == 2
+    assert "--share-cache names tenants that have no key: b" in capsys.readouterr().err
 
 
 def test_an_adapter_that_no_model_could_take_is_told_before_the_model_is_loaded(
