@@ -30,6 +30,7 @@ FORMAT_VERSION = 1
 _ROOT_TAG = b"anaphora/root"
 _DIGEST = re.compile("(?:[0-9a-f]{2})+")
 _key_header = struct.Struct("<BI").pack
+_KEY_HEADER_BYTES = 5
 _block_header = struct.Struct("<BII").pack
 _CUT_AT_ONCE = 64
 
@@ -123,18 +124,23 @@ def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
     return b"".join(_key_header(kind, len(payload)) + payload for kind, payload in ordered)
 
 
+def _by_kind_and_payload(piece: bytes) -> tuple[int, bytes]:
+    return piece[0], piece[_KEY_HEADER_BYTES:]
+
+
 def encode_by_block(keys: Iterable[ExtraKey]) -> dict[int, bytes]:
     """Block index -> encoded extra keys. In one pass, as an image has a key in every block that it touches."""
-    keys = tuple(keys)
-    encoded = {key.block_index: _key_header(key.kind, len(key.payload)) + key.payload for key in keys}
-    if len(encoded) == len(keys):
-        return encoded
-    by_block: dict[int, list[ExtraKey]] = {}
+    encoded: dict[int, bytes] = {}
+    crowded: dict[int, list[bytes]] = {}
     for key in keys:
-        by_block.setdefault(key.block_index, []).append(key)
-    for index, block_keys in by_block.items():
-        if len(block_keys) > 1:
-            encoded[index] = encode_extra_keys(block_keys)
+        payload = key.payload
+        piece = _key_header(key.kind, len(payload)) + payload
+        first = encoded.setdefault(key.block_index, piece)
+        if first is not piece:  # a piece is made anew for each key, also for one that is given twice
+            crowded.setdefault(key.block_index, [first]).append(piece)
+    for index, pieces in crowded.items():
+        pieces.sort(key=_by_kind_and_payload)
+        encoded[index] = b"".join(pieces)
     return encoded
 
 

@@ -189,6 +189,16 @@ MUTANTS = [
         (("block_contents.py", " parents[block] != parent or ", " "),),
     ),
     Mutant(
+        "what was committed beside a pending block of the same name is pushed out of the index",
+        "test_prefix_index::test_a_copy_that_is_committed_first_stays_when_the_one_before_it_follows",
+        (("prefix_index.py", "        self._are_pending_names_new = False\n", ""),),
+    ),
+    Mutant(
+        "a trail takes any lineages for consecutive ones",
+        "test_trails::test_a_trail_of_copies_in_between_has_their_lineages",
+        (("trail.py", "first == last - count + 1 and count > 1:", "last and count > 1:"),),
+    ),
+    Mutant(
         "two chains that have their lists in common grow together",
         "test_chain_memo::test_chains_of_the_same_blocks_have_their_lists_in_common_until_one_of_them_goes_on",
         (("hashing.py", "        if self._has_lists_in_common:\n", "        if False:\n"),),
