@@ -176,7 +176,7 @@ def _reuse(samples: Sequence[Sample], waves: Sequence[Wave]) -> dict[str, Any]:
     cached = [sample.cached_tokens for sample in samples]
     known = sum(tokens or 0 for tokens in cached) if samples and None not in cached else None
     counters: dict[str, int] | None = None
-    if waves and all(wave.counters is not None for wave in waves):
+    if all(wave.counters is not None for wave in waves):  # a row has a wave, or it would not be one
         counters = {}
         for wave in waves:
             for name, moved in (wave.counters or {}).items():

@@ -249,7 +249,7 @@ def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
     """A bar on stderr while the body runs, where stderr is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console.stderr(), transient=True, disable=not console.stderr().is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda what, trials: bar.update(task, description=what, advance=trials)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -818,3 +819,15 @@ def test_a_gguf_file_with_an_alignment_of_zero_is_a_typed_error(tmp_path: Path) 
     )
     with pytest.raises(ModelFileError, match="alignment is 0"):
         read_gguf_header(path)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_stage_is_called_what_it_is_called(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brackets in a folder's name are no markup, which rich would refuse, and colons no emoji."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(True).stage("Loading [/x] :heart:", total=1):
+        pass
+    assert "Loading [/x] :heart:" in stderr.getvalue()

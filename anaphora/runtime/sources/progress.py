@@ -34,12 +34,13 @@ class Progress:
         if not self.show or (brief and not self.bars):
             yield lambda _: None
             return
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
         if not console.is_terminal:
-            console.print(f"{description} ...", markup=False, highlight=False)
+            console.print(f"{description} ...")
             yield lambda _: None
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        name = TextColumn("{task.description}", markup=False)
+        columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with RichProgress(*columns, console=console, transient=True) as bars:
             task = bars.add_task(description, total=total)
             yield lambda done: bars.update(task, completed=done)
