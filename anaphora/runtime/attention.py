@@ -8,10 +8,12 @@ blocks that another request of the same step writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -49,16 +51,33 @@ class AttentionCall:
     stale_slots: torch.Tensor | None = None
 
 
+class Span(NamedTuple):
+    """New tokens of one sequence: packed at [begin, begin + num_tokens), positions from start on. row: its table's."""
+
+    row: int
+    begin: int
+    start: int
+    num_tokens: int
+
+
+def _no_blocks() -> npt.NDArray[np.int32]:
+    return np.zeros((0, 0), dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
     """What one group's layers do in a step.
 
     slot_mapping: the slot of each token of the packed batch, [num_tokens] int64.
     calls: cover the packed batch without gaps, in order.
+    sequences, block_ids: the same for kernels that read block tables: [sequences, n] int32 on the CPU, each one's
+        blocks from position 0 on, as many as the longest has.
     """
 
     slot_mapping: torch.Tensor
-    calls: tuple[AttentionCall, ...]
+    calls: Sequence[AttentionCall]
+    sequences: tuple[Span, ...] = ()
+    block_ids: npt.NDArray[np.int32] = field(default_factory=_no_blocks)
 
 
 class AttentionContext(Protocol):

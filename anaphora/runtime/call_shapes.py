@@ -1,35 +1,28 @@
 """Which sequences of a packed batch share an attention call, and which keys each of their tokens sees.
 
 Knows positions, blocks and attention kinds; knows nothing of block ids. What depends on the kind alone, masks above
-all, is built once and serves every group of that kind; a group's block table then makes it an AttentionCall.
+all, is built once and serves every group of that kind; a group's block table then makes it an AttentionCall. All of it
+is built when somebody first looks, as kernels that read block tables themselves never do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from anaphora.core.groups import AttentionKind
 from anaphora.core.ids import cdiv
-from anaphora.runtime.attention import AttentionCall
+from anaphora.runtime.attention import AttentionCall, Span
 
 # Sequences share one attention call while the padding costs less than another call would: a call costs about
 # as much as a few hundred padded keys, and an eighth of the real keys is not noticed.
 PADDING_ALLOWANCE_TOKENS = 256
 PADDING_ALLOWANCE_FRACTION = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """New tokens of one sequence: packed at [begin, begin + num_tokens), positions from start on. row: its table's."""
-
-    row: int
-    begin: int
-    start: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +83,44 @@ class SingleTokens:
 
 CallShape = OneSequence | SingleTokens
 
+Item = TypeVar("Item")
+
+
+class MadeWhenAsked(Sequence[Item]):
+    """What `make` gives, once somebody looks."""
+
+    def __init__(self, make: Callable[[], Sequence[Item]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _items(self) -> Sequence[Item]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+
+def group_calls(shapes: Sequence[CallShape], ids: torch.Tensor) -> Sequence[AttentionCall]:
+    """ids: the group's tables, [max_num_seqs, max blocks]."""
+    return MadeWhenAsked(lambda: [shape.call(ids) for shape in shapes])
+
 
 def call_shapes(
     spans: Sequence[Span], kind: AttentionKind, block_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[CallShape, ...]:
+) -> Sequence[CallShape]:
     """spans: in the packed order, those of one token first. dtype: of the additive masks."""
+    return MadeWhenAsked(lambda: _call_shapes(spans, kind, block_size, dtype, device))
+
+
+def _call_shapes(
+    spans: Sequence[Span], kind: AttentionKind, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[CallShape]:
     singles = [span for span in spans if span.num_tokens == 1]
     shapes: list[CallShape] = []
     for run in _runs(singles, kind, block_size):
@@ -104,7 +130,7 @@ def call_shapes(
             shapes.append(_single_tokens(run, kind, block_size, dtype, device))
     for span in spans[len(singles) :]:
         shapes.append(_one_sequence(span, kind, block_size, dtype, device))
-    return tuple(shapes)
+    return shapes
 
 
 def _runs(singles: Sequence[Span], kind: AttentionKind, block_size: int) -> list[list[Span]]:

@@ -21,7 +21,7 @@ from anaphora.core.groups import AttentionKind, FullAttention
 from anaphora.core.ids import cdiv
 from anaphora.runtime.addresses import WeightAddresses, linear_parts
 from anaphora.runtime.attention import PagedContext
-from anaphora.runtime.chunks import cut_into_chunks, join
+from anaphora.runtime.chunks import cut_into_chunks
 from anaphora.runtime.crowding import Crowding
 from anaphora.runtime.decoder import Decoder, GatedMlp, NotRecognisedError, Rotations, num_half_bytes, shape
 from anaphora.runtime.decoder import tensor as _tensor
@@ -86,6 +86,7 @@ class CpuStep:
         self._element = (0,) * self._dtype.itemsize
         self._head_dim = (0,) * (decoder.head_dim // 16)
         self._configuration = np.frombuffer(tiles.configuration(), dtype=np.uint8)
+        self._configuration_address = self._configuration.ctypes.data if self._use_tiles else 0
         attention_size = num_heads * decoder.head_dim
         largest = cdiv(max(self._hidden_size, self._mlp_size, attention_size), 16) * 16
         widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._hidden_size)
@@ -96,6 +97,8 @@ class CpuStep:
         )
         self._shared = _aligned(num_rows * largest * self._dtype.itemsize)
         self._queries = _aligned(self.max_tokens * attention_size * 4)
+        self._buffers = np.zeros(step.B_BARRIER + 1, dtype=np.int64)
+        self._buffers[[step.B_SHARED, step.B_QUERIES]] = self._shared.ctypes.data, self._queries.ctypes.data
         self._wide = _rows(num_rows, widest)
         self._words = _rows(num_rows, self._vocab_size)
         self._partials = _Partials(num_heads, decoder.head_dim)
@@ -106,6 +109,8 @@ class CpuStep:
         self._team = ThreadTeam(count, barrier.BARRIER_SIZE)
         self._crowding = Crowding(count)
         self._own = _aligned(count * self._own_size)
+        self._own_address = self._own.ctypes.data
+        self._buffers[step.B_BARRIER] = self._team.barrier.ctypes.data
         self._scores = np.zeros((count, self._num_heads // self._num_kv_heads * CHUNK_TOKENS), dtype=np.float32)
 
     def _check(self, decoder: Decoder) -> None:
@@ -175,15 +180,12 @@ class CpuStep:
         num_tokens = hidden.shape[0]
         cache = context.cache
         positions = position_ids[0].numpy()
-        chunks = join(
-            [
-                cut_into_chunks(group.calls, positions, cache.block_size, CHUNK_TOKENS, kind)
-                for group, kind in zip(context.groups, self._kinds, strict=True)
-            ]
-        )
+        chunks = cut_into_chunks(context.groups, self._kinds, positions, cache.block_size, CHUNK_TOKENS)
         row_bytes = self._num_kv_heads * self._decoder.head_dim * self._dtype.itemsize
         addresses, final = self.addresses.now(context)
         layers = slice(numbers.start, numbers.stop)
+        # Rows of those layers and the last one, which is that of norm and head.
+        and_last = slice(None) if len(numbers) == len(addresses) else [*numbers, -1]
         cos, sin = (torch.stack(parts).float().numpy() for parts in zip(*rotations, strict=True))
         self._partials.grow(int(chunks.token_partials[:, -1].max()))
         low_rank, owners, rank = self._low_rank.of_step(adapters)
@@ -193,20 +195,17 @@ class CpuStep:
         sizes = [num_tokens, self._hidden_size, self._num_heads, self._num_kv_heads, self._mlp_size, self._vocab_size]
         use_tiles = self._use_tiles and num_tokens > self._vector_tokens
         team, num_threads = self._team, self._crowding.num_threads
-        buffers = [
-            hidden.data_ptr(), self._shared.ctypes.data, self._queries.ctypes.data, normed.data_ptr(),
-            logits.data_ptr(), team.barrier.ctypes.data,
-        ]  # fmt: skip
+        of_step = hidden.data_ptr(), normed.data_ptr(), logits.data_ptr()
+        self._buffers[[step.B_HIDDEN, step.B_NORMED, step.B_LOGITS]] = of_step
         arguments: tuple[Any, ...] = (
-            num_threads, addresses[layers], self.addresses.scales[[*numbers, -1]],
+            num_threads, addresses[layers], self.addresses.scales[and_last],
             np.array([*sizes, use_tiles], dtype=np.int64),
-            self.numbers[[*numbers, -1]], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
+            self.numbers[and_last], cos, sin, np.stack([group.slot_mapping.numpy() for group in context.groups]),
             chunks.groups, chunks.work, chunks.items, chunks.slots * row_bytes, chunks.tokens, chunks.first,
             chunks.visible, chunks.partials, chunks.token_partials, keep.numpy(), final,
-            np.array(buffers, dtype=np.int64), self._own.ctypes.data, self._own_size,
-            self._configuration.ctypes.data if self._use_tiles else 0, self._wide, self._words, self._scores,
-            self._partials.tops, self._partials.sums, self._partials.values, low_rank, owners, narrow, self._head_dim,
-            self._element, self._codes, self._head_codes,
+            self._buffers, self._own_address, self._own_size, self._configuration_address, self._wide, self._words,
+            self._scores, self._partials.tops, self._partials.sums, self._partials.values, low_rank, owners, narrow,
+            self._head_dim, self._element, self._codes, self._head_codes,
         )  # fmt: skip
         share = team.run(lambda thread: step.run_step(thread, *arguments), self._abandon, num_threads)
         self._crowding.note(share)

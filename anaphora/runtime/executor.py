@@ -210,7 +210,7 @@ class TorchExecutor:
         )
 
     def _admit(self, admission: Admission) -> None:
-        request = AdmittedRequest(admission, self.vocab_size, self._tables.ids.device, self._grammars)
+        request = AdmittedRequest(admission, self.vocab_size, self._tables.device, self._grammars)
         if admission.adapter is not None:
             request.adapter = self._adapters[admission.adapter]  # its own until it ends, whatever is loaded meanwhile
         request.row = self._tables.take_row()  # last: a request that cannot be made takes none

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from anaphora.core.groups import AttentionKind
 from anaphora.core.plan import ScheduledRequest
-from anaphora.runtime.attention import GroupInputs
+from anaphora.runtime.attention import GroupInputs, Span
 from anaphora.runtime.block_tables import BlockTables
-from anaphora.runtime.call_shapes import Span, call_shapes
+from anaphora.runtime.call_shapes import call_shapes, group_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +54,45 @@ def build_inputs(
     rows: the block-table row of each scheduled request; the tables cover every scheduled position.
     kinds: of each group. dtype: of the additive masks; the one that attention computes in.
     """
-    block_size, device = tables.block_size, tables.ids.device
-    for request, row in zip(scheduled, rows, strict=True):
-        end = request.start + len(request.token_ids)
-        if any(lengths[row] * block_size < end for lengths in tables.lengths):
-            raise ValueError(f"the block table of request {request.request_id!r} does not cover its scheduled tokens")
-    singles = [i for i, request in enumerate(scheduled) if len(request.token_ids) == 1]
+    block_size, device = tables.block_size, tables.device
+    counts = [len(request.token_ids) for request in scheduled]
+    singles = [i for i, count in enumerate(counts) if count == 1]
     singles.sort(key=lambda i: scheduled[i].start, reverse=True)
-    order = singles + [i for i, request in enumerate(scheduled) if len(request.token_ids) > 1]
+    order = singles + [i for i, count in enumerate(counts) if count > 1]
 
     tokens: list[int] = []
     packed: list[Span] = []
     spans: list[tuple[int, int]] = [(0, 0)] * len(scheduled)
     for i in order:
         request = scheduled[i]
-        packed.append(Span(rows[i], len(tokens), request.start, len(request.token_ids)))
+        packed.append(Span(rows[i], len(tokens), request.start, counts[i]))
         tokens += request.token_ids
         spans[i] = (packed[-1].begin, len(tokens))
-    lengths = np.array([span.num_tokens for span in packed])
-    offsets = np.array([span.start - span.begin for span in packed])
-    position_ids = torch.from_numpy(np.arange(len(tokens)) + np.repeat(offsets, lengths)).to(device)
-    token_rows = torch.from_numpy(np.repeat(np.array([span.row for span in packed]), lengths)).to(device)
-    token_blocks = tables.ids[:, token_rows, position_ids // block_size].long()
-    slot_mappings = token_blocks * block_size + position_ids % block_size
+    sequences = tuple(packed)
+    row_of, begins, starts, lengths = np.array(sequences).T
+    num_blocks = -(-(starts + lengths) // block_size)
+    for i, is_short in zip(order, (tables.lengths[:, row_of] < num_blocks).any(axis=0), strict=True):
+        if is_short:
+            request_id = scheduled[i].request_id
+            raise ValueError(f"the block table of request {request_id!r} does not cover its scheduled tokens")
+    positions = np.arange(len(tokens)) + np.repeat(starts - begins, lengths)
+    sequence_of = np.repeat(np.arange(len(sequences)), lengths)
+    columns, offsets = np.divmod(positions, block_size)
 
-    shapes = {kind: call_shapes(packed, kind, block_size, dtype, device) for kind in dict.fromkeys(kinds)}
-    groups = tuple(
-        GroupInputs(slots, tuple(shape.call(ids) for shape in shapes[kind]))
-        for kind, slots, ids in zip(kinds, slot_mappings, tables.ids, strict=True)
-    )
+    shapes = {kind: call_shapes(sequences, kind, block_size, dtype, device) for kind in dict.fromkeys(kinds)}
+
+    def group_inputs(kind: AttentionKind, table: npt.NDArray[np.int32], ids: torch.Tensor) -> GroupInputs:
+        block_ids = table[row_of, : num_blocks.max()]
+        slots = block_ids[sequence_of, columns].astype(np.int64) * block_size + offsets
+        return GroupInputs(torch.from_numpy(slots).to(device), group_calls(shapes[kind], ids), sequences, block_ids)
+
     sampled = tuple(i for i, request in enumerate(scheduled) if request.sample)
     return StepInputs(
-        input_ids=torch.tensor(tokens, dtype=torch.int64, device=device).unsqueeze(0),
-        position_ids=position_ids.unsqueeze(0),
-        groups=groups,
-        sequences=tuple(packed),
+        input_ids=torch.from_numpy(np.array([tokens])).to(device),
+        position_ids=torch.from_numpy(positions[None]).to(device),
+        groups=tuple(map(group_inputs, kinds, tables.on_cpu, tables.ids)),
+        sequences=sequences,
         spans=tuple(spans),
         sampled=sampled,
-        sample_rows=torch.tensor([spans[i][1] - 1 for i in sampled], dtype=torch.int64, device=device),
+        sample_rows=torch.from_numpy(np.array([spans[i][1] - 1 for i in sampled], dtype=np.int64)).to(device),
     )

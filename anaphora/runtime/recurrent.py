@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from anaphora.errors import UnsupportedModelError
-from anaphora.runtime.call_shapes import Span
+from anaphora.runtime.attention import Span
 from anaphora.runtime.state_cache import StateCache, StateContext, StateKey, StateShape, StateSpan
 
 CACHE_ARGUMENT = "cache"  # of every recurrent layer, by name

@@ -16,7 +16,7 @@ from anaphora.core.groups import AttentionKind, ChunkedAttention, FullAttention,
 from anaphora.core.ids import RequestId, TokenId
 from anaphora.core.plan import ScheduledRequest
 from anaphora.runtime.block_tables import BlockTables
-from anaphora.runtime.chunks import Chunks, cut_into_chunks, join
+from anaphora.runtime.chunks import Chunks, cut_into_chunks
 from anaphora.runtime.cpu_step import tiles_allowed
 from anaphora.runtime.inputs import StepInputs, build_inputs
 from anaphora.runtime.kernels import attention, sharing, step, tile_attention, tiles
@@ -133,8 +133,7 @@ class Case:
         return case
 
     def chunks(self) -> Chunks:
-        calls = self.inputs.groups[0].calls
-        return cut_into_chunks(calls, self.positions, self.block_size, attention.CHUNK_TOKENS, self.kind)
+        return cut_into_chunks(self.inputs.groups, [self.kind], self.positions, self.block_size, attention.CHUNK_TOKENS)
 
     def attend(self, use_tiles: bool) -> torch.Tensor:
         """[tokens, heads, head_dim] by the kernels."""
@@ -143,7 +142,7 @@ class Case:
         element, dims = (0,) * self.dtype.itemsize, (0,) * (self.head_dim // 16)
         spread_heads(self.query.data_ptr(), operands.ctypes.data, self.query[..., 0].numel(), self.head_dim, element)
         rows = chunks.slots * (self.kv_heads * self.head_dim * self.dtype.itemsize)
-        count = int(chunks.token_partials[-1])
+        count = int(chunks.token_partials[0, -1])
         tops, sums = (np.zeros((count, self.heads), np.float32) for _ in range(2))
         partials = np.zeros((count, self.heads, self.head_dim), np.float32)
         scores = np.zeros(self.group * attention.CHUNK_TOKENS, np.float32)
@@ -169,7 +168,7 @@ class Case:
         out = torch.empty_like(self.query)
         sinks = 0 if self.sinks is None else self.sinks.data_ptr()
         sizes = (len(self.positions), self.heads, self.head_dim, np.float32(SCALE))
-        merge_all(chunks.token_partials, *sizes, sinks, tops, sums, partials, out.data_ptr(), element)
+        merge_all(chunks.token_partials[0], *sizes, sinks, tops, sums, partials, out.data_ptr(), element)
         return out
 
     def check(self, out: torch.Tensor) -> None:
@@ -244,12 +243,13 @@ def test_attention_with_soft_caps_and_sinks(
     case.check(case.attend(use_tiles))
 
 
-def chunks_of_two(starts: Sequence[int], kind: AttentionKind) -> Chunks:
-    """Two requests whose first 512 tokens lie in the same blocks, of 16."""
-    tables = BlockTables(1, 2, 1024, 16, CPU)
-    tables.append([(0, [list(range(1, 41))]), (1, [[*range(1, 33), *range(50, 58)]])])
-    inputs = build_inputs([request(start, 1) for start in starts], [0, 1], tables, [kind], torch.float32)
-    return cut_into_chunks(inputs.groups[0].calls, inputs.position_ids[0].numpy(), 16, 256, kind)
+def chunks_of_two(starts: Sequence[int], *kinds: AttentionKind) -> Chunks:
+    """Two requests whose first 512 tokens lie in the same blocks, of 16; a group of each kind."""
+    tables = BlockTables(len(kinds), 2, 1024, 16, CPU)
+    first, second = list(range(1, 41)), [*range(1, 33), *range(50, 58)]
+    tables.append([(0, [first] * len(kinds)), (1, [second] * len(kinds))])
+    inputs = build_inputs([request(start, 1) for start in starts], [0, 1], tables, kinds, torch.float32)
+    return cut_into_chunks(inputs.groups, kinds, inputs.position_ids[0].numpy(), 16, 256)
 
 
 def readers(chunks: Chunks) -> list[tuple[list[int], list[int], list[int]]]:
@@ -284,7 +284,7 @@ def test_a_chunk_that_windows_cut_is_shared_from_the_first_key_that_anyone_sees(
         ([1], [0], [89]),
     ]
     assert chunks.slots[0, 99:104].tolist() == [16 + 101] * 3 + [16 + 102, 16 + 103]
-    assert chunks.token_partials.tolist() == [0, 3, 6]
+    assert chunks.token_partials.tolist() == [[0, 3, 6]]
 
 
 def test_a_window_within_one_chunk_is_one_chunk() -> None:
@@ -309,8 +309,21 @@ def test_every_head_of_every_chunk_is_one_threads_work(costs: list[int], num_kv_
 
 
 def test_chunks_cost_their_keys_for_each_reader_and_once_more_for_all() -> None:
-    chunks = chunks_of_two([600, 620], FullAttention())
-    assert join([chunks, chunks]).work.tolist() == [0, 2560, 5120, 6101, 6902, 9462, 12022, 13003, 13804]
+    chunks = chunks_of_two([600, 620], FullAttention(), SlidingWindow(7), FullAttention())
+    costs = [256 * 10, 256 * 10, 109 * 9, 89 * 9]
+    assert np.diff(chunks.work).tolist() == [*costs, 7 * 9, 7 * 9, *costs]
+
+
+def test_chunks_of_groups_follow_each_other_and_each_group_counts_its_results_from_0() -> None:
+    full, windowed = FullAttention(), SlidingWindow(500)
+    both = chunks_of_two([600, 620], windowed, full)
+    apart = [chunks_of_two([600, 620], kind) for kind in (windowed, full)]
+    assert both.groups.tolist() == [0, 4, 8]
+    assert both.token_partials.tolist() == [[0, 3, 6], [0, 3, 6]]
+    assert readers(both) == readers(apart[0]) + readers(apart[1])
+    assert both.partials.tolist() == apart[0].partials.tolist() + apart[1].partials.tolist()
+    assert np.array_equal(both.slots, np.concatenate([each.slots for each in apart]))
+    assert both.items[4:].tolist() == (apart[1].items + both.items[3, 1]).tolist()
 
 
 @needs_tiles

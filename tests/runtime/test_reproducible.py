@@ -159,9 +159,9 @@ def test_the_usual_mode_does_not_promise_it(world: World) -> None:
 def test_a_grid_that_follows_the_step_is_found_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = cpu_step.cut_into_chunks
 
-    def moved(calls: Any, positions: Any, block_size: int, chunk_tokens: int, *rest: Any) -> Any:
+    def moved(groups: Any, kinds: Any, positions: Any, block_size: int, chunk_tokens: int) -> Any:
         size = chunk_tokens // 2 if len(positions) > 40 else chunk_tokens
-        chunks = cut(calls, positions, block_size, size, *rest)
+        chunks = cut(groups, kinds, positions, block_size, size)
         return replace(chunks, slots=np.pad(chunks.slots, ((0, 0), (0, chunk_tokens - size)), mode="edge"))
 
     monkeypatch.setattr(cpu_step, "cut_into_chunks", moved)

@@ -34,7 +34,7 @@ def recorded(executor: TorchExecutor) -> list[StepPlan]:
 def assert_untouched(executor: TorchExecutor, max_num_seqs: int) -> None:
     assert not any(tensor.any() for tensor in (*executor.cache.keys, *executor.cache.values))
     assert not any(ids.any() for ids in executor._tables.ids)
-    assert executor._tables.lengths == [[0] * max_num_seqs]
+    assert executor._tables.lengths.tolist() == [[0] * max_num_seqs]
     assert sorted(executor._tables._free_rows) == list(range(max_num_seqs))
     assert executor._requests == {}
 
