@@ -2,7 +2,8 @@
 
     OMP_WAIT_POLICY=PASSIVE python bench/lora.py [--model smollm2-135m] [--rank 16] [--threads 2] [--repeats 5] [--json]
 
-Large steps with an adapter run through the layers of `transformers`, so the model itself is measured that way, too.
+Where a CPU has no tile unit, large steps with an adapter run through the layers of `transformers`, so the model itself
+is measured that way, too.
 Prefill of 512 tokens, decoding of one request and of eight, all cold; and the time to read an adapter. Medians, with
 the least and the most in brackets. Run it on a quiet machine.
 """

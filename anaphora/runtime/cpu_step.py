@@ -69,7 +69,7 @@ class CpuStep:
         self._mlp_size, self._hidden_size = shape(mlp.gate)
         self._vocab_size = shape(decoder.head)[0]
         self._dtype = _tensor(decoder.norm.parameters).dtype
-        self._codes, self._head_codes = _codes(decoder)
+        self.codes, self.head_codes = _codes(decoder)
         self._decoder = decoder
         self._kinds = tuple(kinds)
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -91,7 +91,7 @@ class CpuStep:
         largest = cdiv(max(self._hidden_size, self._mlp_size, attention_size), 16) * 16
         widest = max((num_heads + 2 * num_kv_heads) * decoder.head_dim, 2 * self._mlp_size, self._hidden_size)
         num_rows = cdiv(self.max_tokens, 16) * 16
-        has_codes = bool(self._codes or self._head_codes)
+        has_codes = bool(self.codes or self.head_codes)
         self._own_size = step.own_bytes(
             num_rows, self._hidden_size, largest, decoder.head_dim, self._dtype.itemsize, has_codes=has_codes
         )
@@ -126,7 +126,7 @@ class CpuStep:
             shapes = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
             for part, size in zip(parts, (*shapes, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
                 weight = _tensor(part)
-                dtype = torch.uint8 if self._codes else self._dtype
+                dtype = torch.uint8 if self.codes else self._dtype
                 if shape(part) != size or weight.dtype != dtype or not weight.is_contiguous():
                     raise NotRecognisedError("its layers' weights are not of the same sizes and dtype")
 
@@ -205,7 +205,7 @@ class CpuStep:
             chunks.visible, chunks.partials, chunks.token_partials, keep.numpy(), final,
             self._buffers, self._own_address, self._own_size, self._configuration_address, self._wide, self._words,
             self._scores, self._partials.tops, self._partials.sums, self._partials.values, low_rank, owners, narrow,
-            self._head_dim, self._element, self._codes, self._head_codes,
+            self._head_dim, self._element, self.codes, self.head_codes,
         )  # fmt: skip
         share = team.run(lambda thread: step.run_step(thread, *arguments), self._abandon, num_threads)
         self._crowding.note(share)

@@ -18,8 +18,9 @@ from anaphora.runtime.fast_forward import FastForward, make_forward
 from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.kernels.byte_products import SIDE_BYTES, has_byte_products, quantize_row
 from anaphora.runtime.kernels.code_layout import panel_bytes
-from anaphora.runtime.kernels.codes import MAX_VECTOR_ROWS, prepare_rows, product, unpack_matrices
+from anaphora.runtime.kernels.codes import MAX_VECTOR_ROWS, prepare_rows, product
 from anaphora.runtime.kernels.compiling import kernel
+from anaphora.runtime.kernels.unpacking import PAD_BYTES, row_stride, rows_of
 from anaphora.runtime.quantization import quantize_weights
 
 HALVES = {8: (0, 0), 4: (0,)}
@@ -116,16 +117,24 @@ def test_a_row_is_whole_numbers_of_16_bits_in_groups_of_32() -> None:
     assert sides[0, 8:12].view(np.int32)[0] == -128 * int(whole[0].sum())
 
 
+@kernel
+def unpack(weight, scales, first, outputs, count, room, codes):  # type: ignore[no-untyped-def]
+    return rows_of(weight, scales, first, outputs, count, room, codes), row_stride(count, codes)
+
+
 @pytest.mark.skipif(not HAS_TILES, reason="no tile unit")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_unpacked_codes_are_those_of_torch_whoever_unpacks_them(bits: int) -> None:
-    codes, scales = weight_of(48, 96, bits, torch.bfloat16)
-    out = torch.full((49, 96), torch.nan, dtype=torch.bfloat16)
-    matrices = np.array([[codes.data_ptr(), scales.data_ptr(), 48, 96, out.data_ptr()]], np.int64)
-    for thread in (1, 0):
-        unpack_matrices(thread, 2, matrices, HALVES[bits])
-    assert torch.equal(out[:48], dequantize(codes, scales, torch.bfloat16))
-    assert bool(out[48].isnan().all())
+def test_unpacked_rows_are_those_of_torch_and_nothing_is_written_behind_them(bits: int) -> None:
+    codes, scales = weight_of(64, 96, bits, torch.bfloat16)
+    out = torch.full((33, 96 + PAD_BYTES // 2), torch.nan, dtype=torch.bfloat16)
+    place, stride = unpack(codes.data_ptr(), scales.data_ptr(), 16, 32, 96, out.data_ptr(), HALVES[bits])
+    assert (place, stride) == (out.data_ptr(), 2 * out.shape[1])
+    assert torch.equal(out[:32, :96], dequantize(codes, scales, torch.bfloat16)[16:48])
+    assert bool(out[32].isnan().all()) and bool(out[:, 96:].isnan().all())
+
+
+def test_rows_of_a_full_weight_are_read_where_they_lie() -> None:
+    assert unpack(1000, 0, 16, 32, 96, 5, ()) == (1000 + 16 * 2 * 96, 2 * 96)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from anaphora.runtime.forward import PagedForward
 from anaphora.runtime.inputs import build_inputs
 from anaphora.runtime.kernels.step import has_tile_unit
 from anaphora.runtime.kv_cache import KVCache
+from anaphora.runtime.lora.adapter import Adapter
+from anaphora.runtime.lora.context import AdapterStacks
 from anaphora.runtime.panel_step import PanelStep
 from anaphora.runtime.recogniser import recognise
 
@@ -35,8 +38,10 @@ Plan = list[tuple[int, int, int]]
 """Of each scheduled request: its row, where it starts, how many tokens."""
 
 
-def run(module, forward, plans: list[Plan], block_size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:  # type: ignore[no-untyped-def]
-    """Logits and final hidden states of every token of every step."""
+def run(  # type: ignore[no-untyped-def]
+    module, forward, plans: list[Plan], block_size: int = 16, adapters: Mapping[int, Adapter] | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits and final hidden states of every token of every step. adapters: of rows that have one."""
     layout, num_rows, most = inspect_model(module, 1024), 24, 640
     width = -(-most // block_size)
     num_groups = len(layout.cache.groups)
@@ -63,7 +68,8 @@ def run(module, forward, plans: list[Plan], block_size: int = 16) -> list[tuple[
             inputs = build_inputs(scheduled, [row for row, _, _ in plan], tables, layout.cache.groups, layout.dtype)
             context = PagedContext(cache, layout.layers, inputs.groups)
             keep = torch.arange(inputs.input_ids.shape[1])
-            results.append(forward(inputs.input_ids, inputs.position_ids, keep, context))
+            adapted = AdapterStacks().context([(adapters or {}).get(row) for row, _, _ in plan], inputs)
+            results.append(forward(inputs.input_ids, inputs.position_ids, keep, context, adapted))
     return results
 
 

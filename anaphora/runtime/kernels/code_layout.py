@@ -13,23 +13,18 @@ of each and every output's sum stays in its lane:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from anaphora.runtime.kernels.compiling import kernel
-from anaphora.runtime.kernels.tiles import emit_tiles, transposed
-from anaphora.runtime.kernels.vectors import I32, Vectors, each_group, length, rounded
+from anaphora.runtime.kernels.vectors import I32, Vectors
 
 GROUP = 32
 BLOCK = 16
 PANEL_OUTPUTS = 2 * BLOCK
 
 _HALF = ir.HalfType()
-_WIDE = ir.VectorType(I32, BLOCK)
 
 
 def panel_bytes(count: int) -> int:
@@ -86,55 +81,3 @@ class Codes:
     def minima(self, sides: list[Any]) -> Any:
         """What the code 0 stands for."""
         return sides[1] if self.bits == 4 else self.v.builder.fmul(sides[0], self.v.constant(-128.0))
-
-    def load_pairs(self, codes: Any, scales: Any) -> list[Any]:
-        """A group as bfloat16: for every two inputs a vector of 16 outputs, the second input in the upper half."""
-        b, sides = self.v.builder, self.load_sides(scales)
-        low, upper = self.minima(sides), ir.Constant(_WIDE, [16] * BLOCK)
-        values = [
-            b.zext(rounded(b, self.v.fma(value, sides[0], low), BLOCK), _WIDE)
-            for four in self.load_bytes(codes)
-            for value in self.floats(four)
-        ]
-        return [b.or_(one, b.shl(two, upper)) for one, two in zip(values[::2], values[1::2], strict=True)]
-
-
-def _unpacking(place: Callable[[Vectors, list[Any], Any, Any, Any], None]) -> Any:
-    """For 16 outputs × `count` inputs: `place(vectors, pairs of a group, out, stride, number of the group)`."""
-
-    def typed(tc, codes, scales, count, out, stride, halves):
-        size = length(halves)
-
-        def build(v: Vectors, _: Any, arguments: Any) -> None:
-            codes, scales, count, out, stride = arguments[:5]
-            layout, b = Codes(v, size), v.builder
-            with each_group(v, count, GROUP) as g:
-                place_codes = b.add(codes, b.mul(g, v.number(layout.group_bytes)))
-                pairs = layout.load_pairs(place_codes, b.add(scales, b.mul(g, v.number(layout.side_bytes))))
-                place(v, pairs, out, stride, g)
-
-        def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-            return emit_tiles(context, builder, build, arguments) if size else context.get_dummy_value()
-
-        return types.void(codes, scales, count, out, stride, halves), generate
-
-    return typed
-
-
-def _as_columns(v: Vectors, pairs: list[Any], out: Any, _: Any, g: Any) -> None:
-    for i, pair in enumerate(pairs):
-        address = v.at(v.builder.add(out, v.builder.mul(g, v.number(64 * BLOCK))), 64 * i)
-        v.builder.store(pair, v.builder.inttoptr(address, _WIDE.as_pointer())).align = 4
-
-
-def _as_rows(v: Vectors, pairs: list[Any], out: Any, stride: Any, g: Any) -> None:
-    b = v.builder
-    for i, row in enumerate(transposed(v, pairs)):
-        address = b.add(b.add(out, b.mul(stride, v.number(i))), b.mul(g, v.number(2 * GROUP)))
-        b.store(row, b.inttoptr(address, _WIDE.as_pointer())).align = 2
-
-
-# What tiles multiply with: see tiles.multiply_tiles. The stride is not used.
-unpack_columns = intrinsic(_unpacking(_as_columns))
-# Bfloat16 as they lie in a full weight, `stride` bytes from one output to the next.
-unpack_rows = intrinsic(_unpacking(_as_rows))

@@ -22,12 +22,11 @@ from anaphora.runtime.kernels.code_layout import (
     Codes,
     row_bytes,
     scale_bytes,
-    unpack_columns,
-    unpack_rows,
 )
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.linear import linear, prepare
 from anaphora.runtime.kernels.tiles import has_tiles, multiply_tiles
+from anaphora.runtime.kernels.unpacking import unpack_columns
 from anaphora.runtime.kernels.vectors import F32, I64, Vectors, each_group, length
 
 MAX_VECTOR_ROWS = 8
@@ -117,23 +116,6 @@ def _multiply(x, codes_at, scales_at, count, out, out_stride, num_rows, element,
         multiply_bytes(x, 4 * count, codes_at, scales_at, count, out, out_stride, num_rows, codes)
     else:
         multiply_floats(x, 4 * count, codes_at, scales_at, count, out, out_stride, num_rows, codes)
-
-
-@kernel
-def unpack_matrices(thread, num_threads, matrices, codes):
-    """A thread's share of weights of codes as bfloat16 [outputs, inputs]. Does nothing on a CPU without tiles.
-
-    matrices: int64 [n, 5]: address of codes, of scales, how many outputs, how many inputs, address of the bfloat16.
-    """
-    for i in range(len(matrices)):
-        weight, scales, outputs = matrices[i, 0], matrices[i, 1], matrices[i, 2]
-        count, out = matrices[i, 3], matrices[i, 4]
-        code_step, scale_step = row_bytes(count, codes, (0, 0)), scale_bytes(count, codes)
-        blocks = outputs // BLOCK
-        first, last = thread * blocks // num_threads, (thread + 1) * blocks // num_threads
-        for n in range(first * BLOCK, last * BLOCK, BLOCK):
-            place = out + 2 * n * count
-            unpack_rows(weight + n * code_step, scales + n * scale_step, count, place, 2 * count, codes)
 
 
 def _multiply_floats(v: Vectors, arguments: Any, num_rows: int, num_halves: int) -> None:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from anaphora.runtime.kernels.barrier import begin_turn, claim, meet
+from anaphora.runtime.kernels.code_layout import row_bytes
 from anaphora.runtime.kernels.compiling import kernel
 from anaphora.runtime.kernels.exponentials import soft_cap
 from anaphora.runtime.kernels.panel_attention import copy_row
-from anaphora.runtime.kernels.panel_step import (
-    CONFIGURATION_BYTES,
-    GROUP_PANELS,
-    HIDDEN,
-    NUM_TOKENS,
-    OWN_BYTES,
-    multiply,
-)
+from anaphora.runtime.kernels.panel_products import GROUP_PANELS, multiply
+from anaphora.runtime.kernels.panel_step import CONFIGURATION_BYTES, HIDDEN, NUM_TOKENS, OWN_BYTES, ROOM_BYTES
 from anaphora.runtime.kernels.panels import add_panel_bias, normalise_panel, turn_operand, turn_to_rows
 from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, pack_rows, store_configuration
+from anaphora.runtime.kernels.unpacking import row_stride, rows_of
 from anaphora.runtime.kernels.vectors import fetch_lines
 
 BLOCK_WORDS = 32
@@ -30,22 +26,24 @@ BLOCK_WORDS = 32
 
 @kernel
 def run_head(
-    thread, num_threads, sizes, hidden, norm, eps, offset, normed, kept, num_kept, head, bias, num_words, cap, logits,
-    barrier, claims, own, configuration,
+    thread, num_threads, sizes, hidden, norm, eps, offset, normed, kept, num_kept, head, scales, bias, num_words, cap,
+    logits, barrier, claims, own, configuration, codes,
 ):  # fmt: skip
     """The last norm of all tokens, and logits of some.
 
-    hidden: as in run_layers. norm, head, bias: addresses of weights; bias 0: none. normed: address of rows
+    hidden: as in run_layers. norm, head, scales, bias: addresses of weights; bias 0: none. normed: address of rows
     [panels × 16, hidden] for what the norm gives. kept: int64, where rows of `normed` begin, in bytes, of num_kept
     tokens, repeated up to a multiple of 16. cap: soft cap of logits, 0: none. logits: address of rows
-    [num_kept, num_words].
+    [num_kept, num_words]. codes: what the head's weights are, see code_layout.
     """
     size = sizes[HIDDEN]
     num_panels = (sizes[NUM_TOKENS] + 15) // 16
     saved = own + thread * sizes[OWN_BYTES]
     scratch = saved + CONFIGURATION_BYTES
     lines = scratch + 2 * 32 * 64
-    plain = lines + 16 * 2 * 32
+    room = lines + 16 * 2 * 32
+    plain = room + sizes[ROOM_BYTES]
+    stride, word_bytes = row_stride(size, codes), row_bytes(size, codes, (0, 0))
     if not has_tiles():
         return
     store_configuration(saved)
@@ -69,12 +67,12 @@ def run_head(
             # The last block takes words of the one before it again, if it has not 32 of its own.
             n = min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS)
             todo = claim(claims, turn)
-            fetch_lines(head + min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS) * 2 * size, BLOCK_WORDS * 2 * size)
+            rows = rows_of(head, scales, n, BLOCK_WORDS, size, room, codes)
+            fetch_lines(head + min(BLOCK_WORDS * todo, num_words - BLOCK_WORDS) * word_bytes, BLOCK_WORDS * word_bytes)
             for i in range(0, count, 2):
                 pair = min(2, count - i)
                 multiply(
-                    head + n * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size, scratch,
-                    32 * 64, pair,
+                    rows, 16 * stride, stride, plain + i * size * 32, size * 32, size, scratch, 32 * 64, pair
                 )  # fmt: skip
                 for j in range(pair):
                     panel = scratch + j * 32 * 64

@@ -11,13 +11,21 @@ from __future__ import annotations
 
 from anaphora.runtime.kernels.barrier import begin_turn, claim, meet
 from anaphora.runtime.kernels.compiling import kernel
+from anaphora.runtime.kernels.low_rank import DOWN_PART, GATE_PART, UP_PART, K, O, Q, V
+from anaphora.runtime.kernels.panel_adapters import (
+    ATTENTION_INPUT,
+    DOWN_INPUT,
+    MLP_INPUT,
+    OUTPUT_INPUT,
+    add_adapters,
+    narrow_panel,
+    narrow_panels,
+)
 from anaphora.runtime.kernels.panel_attention import attend_panels, copy_row, merge_spans, result_bytes
+from anaphora.runtime.kernels.panel_products import GROUP_PANELS, add_normalised, multiply, project
 from anaphora.runtime.kernels.panels import (
-    add_normalised_panel,
     add_panel_bias,
-    add_to_panel,
     gate_panel,
-    multiply_panels,
     normalise_panel,
     scale_panel,
     shorten_panel,
@@ -59,30 +67,33 @@ from anaphora.runtime.kernels.step import (
     VALUE_POOL,
 )
 from anaphora.runtime.kernels.tiles import has_tiles, load_configuration, store_configuration
+from anaphora.runtime.kernels.unpacking import row_stride, rows_of
 
 # Places in the array of sizes.
-NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, OWN_BYTES = range(8)
-
-GROUP_PANELS = 16
+NUM_TOKENS, HIDDEN, HEADS, KV_HEADS, MLP, HEAD_DIM, CHUNK_BYTES, OWN_BYTES, ROOM_BYTES = range(9)
 
 CONFIGURATION_BYTES = 64
 """Of a thread's own memory: the tile unit's configuration before the step."""
 
 
-def own_bytes(hidden_size: int, head_dim: int, attention_bytes: int) -> int:
-    """What a thread needs for itself. attention_bytes: for a chunk, and the results of all items of a unit."""
+def own_bytes(hidden_size: int, head_dim: int, attention_bytes: int, code_bytes: int) -> int:
+    """What a thread needs for itself.
+
+    attention_bytes: for a chunk, and the results of all items of a unit. code_bytes: for weights that are unpacked.
+    """
     scratch = 2 * max(head_dim, 32) * 64 + 16 * 2 * max(head_dim, 32)
-    return CONFIGURATION_BYTES + scratch + max(GROUP_PANELS * 32 * hidden_size, attention_bytes)
+    return CONFIGURATION_BYTES + scratch + code_bytes + max(GROUP_PANELS * 32 * hidden_size, attention_bytes)
 
 
 @kernel
 def run_layers(
-    thread, num_threads, addresses, sizes, numbers, hidden, queries, gated, wide, cos, sin, slots, rows, sequences,
-    items, units, merges, parts, visible, partials, barrier, claims, own, configuration,
+    thread, num_threads, addresses, scales, sizes, numbers, hidden, queries, gated, wide, cos, sin, slots, rows,
+    sequences, items, units, merges, parts, visible, partials, downs, ups, low_rank, barrier, claims, own,
+    configuration, codes,
 ):  # fmt: skip
     """Run layers over panels.
 
-    addresses, numbers: tables of the layers, see step.run_step.
+    addresses, scales, numbers: tables of the layers, see step.run_step. codes: what their weights are, see code_layout.
     hidden: address of panels of bfloat16 [panels, hidden]; of every panel, 16 tokens. queries: of as many operands
     [heads, head_dim]. gated: of GROUP_PANELS operands [MLP]. wide: of GROUP_PANELS panels of float32 [hidden], for what
     is normalised before it is added. cos, sin: of panels of float32 [rotary embeddings, panels, head_dim].
@@ -92,7 +103,8 @@ def run_layers(
     sequence, a K/V head, items [first, last) and keys [first, last) of the sequence, and where among `partials` the
     results of these keys go, -1 if they are all. merges: int64 [k, 5], a panel, a head, the first of its results, how
     many are from one to the next, how many there are. parts: int64 [groups, 4], a group's units [first, last) and
-    merges [first, last). claims: see barrier.claim; zeros.
+    merges [first, last). downs, ups: int64 [layers, ...], and low_rank: see panel_adapters. claims: see barrier.claim;
+    zeros.
     """
     num_tokens, size, num_heads, num_kv_heads = sizes[NUM_TOKENS], sizes[HIDDEN], sizes[HEADS], sizes[KV_HEADS]
     mlp_size, dim = sizes[MLP], sizes[HEAD_DIM]
@@ -101,16 +113,29 @@ def run_layers(
     saved = own + thread * sizes[OWN_BYTES]
     scratch = saved + CONFIGURATION_BYTES
     lines = scratch + 2 * max(dim, 32) * 64
-    plain = lines + 16 * 2 * max(dim, 32)
-    attended, num_units = num_heads * dim, num_heads + 2 * num_kv_heads
+    room = lines + 16 * 2 * max(dim, 32)
+    plain = room + sizes[ROOM_BYTES]
+    input_stride = row_stride(size, codes)
+    attended, num_units, has_adapters = num_heads * dim, num_heads + 2 * num_kv_heads, downs.shape[2] > 0
     if not has_tiles():
         return
     store_configuration(saved)
     load_configuration(configuration)
     turn = 0
     for layer in range(len(addresses)):
-        a, f = addresses[layer], numbers[layer]
+        a, s, f = addresses[layer], scales[layer], numbers[layer]
         group, scale, turned = a[GROUP], f[N_SCALE], a[ROTARY] * num_panels * dim * 64
+        if has_adapters:
+            begin_turn(claims, turn)
+            todo = claim(claims, turn)
+            while todo < num_panels:
+                place = hidden + todo * size * 32
+                normalise_panel(place, a[INPUT_NORM], f[N_INPUT], f[N_INPUT + 1], size, plain)
+                narrow_panel(downs[layer, ATTENTION_INPUT], low_rank, todo, plain, size, scratch)
+                todo = claim(claims, turn)
+            turn += 1
+            if not meet(barrier, num_threads):
+                return
         begin_turn(claims, turn)
         todo, normed = claim(claims, turn), -1
         while todo < num_stretches * num_units:
@@ -122,22 +147,24 @@ def run_layers(
                     place = hidden + (first_panel + i) * size * 32
                     normalise_panel(place, a[INPUT_NORM], f[N_INPUT], f[N_INPUT + 1], size, plain + i * size * 32)
                 normed = stretch
-            kind, head = QUERY, unit
+            kind, part, head = QUERY, Q, unit
             if unit >= num_heads + num_kv_heads:
-                kind, head = VALUE, unit - num_heads - num_kv_heads
+                kind, part, head = VALUE, V, unit - num_heads - num_kv_heads
             elif unit >= num_heads:
-                kind, head = KEY, unit - num_heads
-            weight, bias = a[kind] + head * dim * 2 * size, a[kind + 1]
+                kind, part, head = KEY, K, unit - num_heads
+            weight, bias = rows_of(a[kind], s[kind], head * dim, dim, size, room, codes), a[kind + 1]
             todo = claim(claims, turn)
             for i in range(0, count, 2):
                 pair = min(2, count - i)
                 for r in range(0, dim, 32):
                     multiply(
-                        weight + r * 2 * size, 16 * 2 * size, 2 * size, plain + i * size * 32, size * 32, size,
-                        scratch + r * 64, dim * 64, pair,
+                        weight + r * input_stride, 16 * input_stride, input_stride, plain + i * size * 32, size * 32,
+                        size, scratch + r * 64, dim * 64, pair,
                     )  # fmt: skip
                 for j in range(pair):
                     panel, line = first_panel + i + j, scratch + j * dim * 64
+                    if has_adapters:
+                        add_adapters(ups[layer, part], low_rank, panel, head * dim, dim, line)
                     if bias != 0:
                         add_panel_bias(line, bias + head * dim * 2, dim)
                     if kind == QUERY and a[QUERY_NORM] != 0:
@@ -160,11 +187,11 @@ def run_layers(
         begin_turn(claims, turn)
         todo = parts[group, 0] + claim(claims, turn)
         while todo < parts[group, 1]:
-            s, kv_head, first, last = units[todo, 0], units[todo, 1], units[todo, 2], units[todo, 3]
+            sequence, kv_head, first, last = units[todo, 0], units[todo, 1], units[todo, 2], units[todo, 3]
             begin_key, end_key, place = units[todo, 4], units[todo, 5], units[todo, 6]
             results = partials + place * result_bytes(dim) if place >= 0 else plain + sizes[CHUNK_BYTES]
             attend_panels(
-                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[group, s], begin_key, end_key,
+                queries, a[KEY_POOL], a[VALUE_POOL], rows + 8 * sequences[group, sequence], begin_key, end_key,
                 items[first:last], visible + 128 * first, kv_head, num_heads, num_kv_heads, scale, f[N_SOFT_CAP],
                 a[SINKS], plain, results, place >= 0, dim,
             )  # fmt: skip
@@ -187,10 +214,17 @@ def run_layers(
                 return
         for first_panel in range(0, num_panels, GROUP_PANELS):
             count = min(GROUP_PANELS, num_panels - first_panel)
-            here = hidden + first_panel * size * 32
+            here, operands = hidden + first_panel * size * 32, queries + first_panel * attended * 32
+            if has_adapters:
+                narrow_panels(
+                    downs[layer, OUTPUT_INPUT], low_rank, first_panel, count, operands, attended, scratch, claims, turn
+                )
+                turn += 1
+                if not meet(barrier, num_threads):
+                    return
             project(
-                a[OUTPUT], a[OUTPUT_BIAS], size, queries + first_panel * attended * 32, attended, here, count, wide,
-                a[ATTENTION_NORM], scratch, claims, turn,
+                a[OUTPUT], s[OUTPUT], a[OUTPUT_BIAS], size, operands, attended, here, first_panel, count, wide,
+                a[ATTENTION_NORM], ups[layer, O], low_rank, scratch, room, claims, turn, codes,
             )  # fmt: skip
             turn += 1
             if not meet(barrier, num_threads):
@@ -204,17 +238,31 @@ def run_layers(
                     return
             for i in range(count):
                 normalise_panel(here + i * size * 32, a[MLP_NORM], f[N_MLP], f[N_MLP + 1], size, plain + i * size * 32)
+            if has_adapters:
+                narrow_panels(
+                    downs[layer, MLP_INPUT], low_rank, first_panel, count, plain, size, scratch, claims, turn
+                )  # fmt: skip
+                turn += 1
+                if not meet(barrier, num_threads):
+                    return
             begin_turn(claims, turn)
             todo = claim(claims, turn)
             while todo < mlp_size // 16:
                 n = 16 * todo
-                gate, up = a[GATE] + n * 2 * size, a[UP] + n * 2 * size
+                gate = rows_of(a[GATE], s[GATE], n, 16, size, room, codes)
+                up = rows_of(a[UP], s[UP], n, 16, size, room + 16 * input_stride, codes)
                 todo = claim(claims, turn)
                 for i in range(0, count, 2):
                     pair = min(2, count - i)
-                    multiply(gate, up - gate, 2 * size, plain + i * size * 32, size * 32, size, scratch, 32 * 64, pair)
+                    multiply(
+                        gate, up - gate, input_stride, plain + i * size * 32, size * 32, size, scratch, 32 * 64, pair
+                    )
                     for j in range(pair):
                         panel = scratch + j * 32 * 64
+                        if has_adapters:
+                            number = first_panel + i + j
+                            add_adapters(ups[layer, GATE_PART], low_rank, number, n, 16, panel)
+                            add_adapters(ups[layer, UP_PART], low_rank, number, n, 16, panel + 16 * 64)
                         if a[GATE_BIAS] != 0:
                             add_panel_bias(panel, a[GATE_BIAS] + 2 * n, 16)
                         if a[UP_BIAS] != 0:
@@ -224,9 +272,16 @@ def run_layers(
             turn += 1
             if not meet(barrier, num_threads):
                 return
+            if has_adapters:
+                narrow_panels(
+                    downs[layer, DOWN_INPUT], low_rank, first_panel, count, gated, mlp_size, scratch, claims, turn
+                )
+                turn += 1
+                if not meet(barrier, num_threads):
+                    return
             project(
-                a[DOWN], a[DOWN_BIAS], size, gated, mlp_size, here, count, wide, a[MLP_OUT_NORM], scratch, claims,
-                turn,
+                a[DOWN], s[DOWN], a[DOWN_BIAS], size, gated, mlp_size, here, first_panel, count, wide, a[MLP_OUT_NORM],
+                ups[layer, DOWN_PART], low_rank, scratch, room, claims, turn, codes,
             )  # fmt: skip
             turn += 1
             if not meet(barrier, num_threads):
@@ -238,50 +293,3 @@ def run_layers(
                     return
     load_configuration(saved)
     meet(barrier, num_threads)
-
-
-@kernel
-def multiply(first, across, stride, operand, operand_bytes, count, out, out_bytes, num_panels):
-    """See multiply_panels; `across`: bytes from `first` to `second`."""
-    if num_panels == 2:
-        multiply_panels(first, first + across, stride, operand, operand_bytes, count, out, out_bytes, (0, 0))
-    else:
-        multiply_panels(first, first + across, stride, operand, operand_bytes, count, out, out_bytes, (0,))
-
-
-@kernel
-def project(weight, bias, size, operand, count, hidden, num_panels, wide, is_normalised, scratch, claims, turn):
-    """hidden += weight [size, count] × operand + bias, for the outputs that this thread gets.
-
-    is_normalised: not 0 if they go to `wide` instead, panels of float32 [size].
-    """
-    begin_turn(claims, turn)
-    todo = claim(claims, turn)
-    while todo < size // 32:
-        n = 32 * todo
-        todo = claim(claims, turn)
-        for i in range(0, num_panels, 2):
-            pair = min(2, num_panels - i)
-            out, out_bytes = scratch, 32 * 64
-            if is_normalised != 0:
-                out, out_bytes = wide + (i * size + n) * 64, size * 64
-            multiply(
-                weight + n * 2 * count, 16 * 2 * count, 2 * count, operand + i * count * 32, count * 32, count, out,
-                out_bytes, pair,
-            )  # fmt: skip
-            for j in range(pair):
-                panel = out + j * out_bytes
-                if bias != 0:
-                    add_panel_bias(panel, bias + 2 * n, 32)
-                if is_normalised == 0:
-                    add_to_panel(hidden + (i + j) * size * 32 + n * 32, panel, 32)
-
-
-@kernel
-def add_normalised(hidden, wide, norm, eps, offset, size, num_panels, claims, turn):
-    """hidden += RMS norm of what `project` left in `wide`, for the panels that this thread gets."""
-    begin_turn(claims, turn)
-    todo = claim(claims, turn)
-    while todo < num_panels:
-        add_normalised_panel(hidden + todo * size * 32, wide + todo * size * 64, norm, eps, offset, size)
-        todo = claim(claims, turn)

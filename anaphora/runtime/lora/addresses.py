@@ -24,11 +24,7 @@ class LowRankTables:
     """Tables of the adapters of one decoder, made when a step first has them and kept as long as they live."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._places = {
-            id(part): (number, index)
-            for number, layer in enumerate(decoder.layers)
-            for index, part in enumerate(_parts(layer))
-        }
+        self._places = find_places(decoder)
         self._shape = len(decoder.layers), NUM_PARTS, 3
         self._tables: WeakKeyDictionary[Adapter, _Table] = WeakKeyDictionary()
         self._nothing = np.zeros((len(decoder.layers), NUM_PARTS, 0, 3), dtype=np.int64), np.zeros(0, dtype=np.int64), 0
@@ -63,6 +59,15 @@ class LowRankTables:
                     part.up.shape[0],
                 )
         return table
+
+
+def find_places(decoder: Decoder) -> dict[int, tuple[int, int]]:
+    """The layer and the linear part that parameters, by their `id`, belong to."""
+    return {
+        id(part): (number, index)
+        for number, layer in enumerate(decoder.layers)
+        for index, part in enumerate(_parts(layer))
+    }
 
 
 def _parts(layer: DecoderLayer) -> tuple[Parameters, ...]:
