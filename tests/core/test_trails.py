@@ -140,3 +140,14 @@ def test_what_is_not_findable_of_a_table_leaves_no_trail() -> None:
     trail = left_behind(None, ids(1, 2, 3), 3, lineages, 2)  # type: ignore[arg-type]
     assert trail is not None
     assert trail.blocks == [1, 2]
+
+
+def test_a_trail_of_copies_in_between_has_their_lineages() -> None:
+    index = PrefixIndex(8)
+    for blocks, tokens in ((ids(1), [1]), (ids(2, 3), [7, 8]), (ids(4, 5), [1, 2])):  # 4 is a copy of 1
+        chain = make_chain(tokens, 1)
+        index.commit(blocks[: index.stage(blocks, chain, 0, None)])
+    assert [index.lineages[block] for block in (4, 5)] == [2, 5]
+    trail = left_behind(None, ids(4, 5), 2, index.lineages, 2)
+    assert trail is not None
+    assert (trail.blocks, trail.num_unchanged(index.lineages)) == ([4, 5], 2)
