@@ -120,11 +120,13 @@ def test_a_trail_is_kept_while_it_is_right_but_for_a_few_blocks_and_made_anew_wh
     assert trail is not None
     same = [left_behind(trail, ids(1, 2, 3, 4, 5), count, lineages, 2) for count in (3, 4, 5)]  # type: ignore[arg-type]
     assert [each is trail for each in same] == [True, True, True]
+    assert [trail.beginning(count) is trail for count in (3, 4, 5)] == [False, True, True]
     for table, blocks in (
         (ids(1, 2, 3, 5), ids(1, 2, 3)),
         (ids(1, 2, 5, 6), ids(1, 2, 5, 6)),
         (ids(1, 2, 3, 4, 5, 6), ids(1, 2, 3, 4, 5, 6)),
         (ids(5, 6), ids(5, 6)),
+        (ids(1, 5), ids(1, 5)),  # the one block that is right is no trail
     ):
         other = left_behind(trail, table, len(table), lineages, 2)  # type: ignore[arg-type]
         assert other is not None
