@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, cast
 
 from anaphora.core.common_length import common_length
 from anaphora.core.ids import BlockHash
@@ -30,6 +30,7 @@ FORMAT_VERSION = 1
 _ROOT_TAG = b"anaphora/root"
 _DIGEST = re.compile("(?:[0-9a-f]{2})+")
 _key_header = struct.Struct("<BI").pack
+_KEY_HEADER_BYTES = 5
 _block_header = struct.Struct("<BII").pack
 _CUT_AT_ONCE = 64
 
@@ -123,18 +124,23 @@ def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
     return b"".join(_key_header(kind, len(payload)) + payload for kind, payload in ordered)
 
 
+def _by_kind_and_payload(piece: bytes) -> tuple[int, bytes]:
+    return piece[0], piece[_KEY_HEADER_BYTES:]
+
+
 def encode_by_block(keys: Iterable[ExtraKey]) -> dict[int, bytes]:
     """Block index -> encoded extra keys. In one pass, as an image has a key in every block that it touches."""
-    keys = tuple(keys)
-    encoded = {key.block_index: _key_header(key.kind, len(key.payload)) + key.payload for key in keys}
-    if len(encoded) == len(keys):
-        return encoded
-    by_block: dict[int, list[ExtraKey]] = {}
+    encoded: dict[int, bytes] = {}
+    crowded: dict[int, list[bytes]] = {}
     for key in keys:
-        by_block.setdefault(key.block_index, []).append(key)
-    for index, block_keys in by_block.items():
-        if len(block_keys) > 1:
-            encoded[index] = encode_extra_keys(block_keys)
+        payload = key.payload
+        piece = _key_header(key.kind, len(payload)) + payload
+        first = encoded.setdefault(key.block_index, piece)
+        if first is not piece:  # a piece is made anew for each key, also for one that is given twice
+            crowded.setdefault(key.block_index, [first]).append(piece)
+    for index, pieces in crowded.items():
+        pieces.sort(key=_by_kind_and_payload)
+        encoded[index] = b"".join(pieces)
     return encoded
 
 
@@ -170,6 +176,22 @@ def _cut(data: bytes, size: int) -> list[bytes]:
 def block_header(parent_length: int, block_size: int) -> bytes:
     """The bytes before the parent: u8 version, u32 length of the parent, u32 length of the encoded tokens."""
     return _block_header(FORMAT_VERSION, parent_length, 4 * block_size)
+
+
+def _chained(hash_function: HashFunction, header: bytes, parent: bytes, contents: Iterable[bytes]) -> list[BlockHash]:
+    """The hash of each block, given the one before the first."""
+    hashes: list[bytes] = []
+    if hash_function is sha256:  # a new object costs a search for the algorithm in OpenSSL, and a copy does not
+        begin, append = hashlib.sha256(header).copy, hashes.append
+        for content in contents:
+            block = begin()
+            block.update(parent)
+            block.update(content)
+            parent = block.digest()
+            append(parent)
+    else:
+        hashes = [parent := hash_function(header + parent + content).digest() for content in contents]
+    return cast("list[BlockHash]", hashes)  # a NewType call per block would cost a tenth of the loop
 
 
 class BlockChain:
@@ -239,7 +261,7 @@ class BlockChain:
             start = 1
         if start < len(contents):
             header, rest = block_header(len(parent), block_size), contents[start:] if start else contents
-            hashes += [parent := hash_function(header + parent + content).digest() for content in rest]  # type: ignore[misc]
+            hashes += _chained(hash_function, header, parent, rest)
         self.contents += contents
         return stop - first
 

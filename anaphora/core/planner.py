@@ -158,7 +158,9 @@ class Planner:
             leader = self._queues.get(hit.awaits)
             assert leader is not None, "it saves a state in this very step"
             return leader, 0
-        found = step.frontier.leader_of(request, hit, self._cache.max_hit_tokens(request) // self._cache.block_size)
+        found = step.frontier.leader_of(
+            request, hit, self._cache.finder.max_hit_tokens(request) // self._cache.block_size
+        )
         if found is not None:
             self._cache.expect_follower(*found)
         return found

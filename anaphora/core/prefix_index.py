@@ -278,4 +278,6 @@ class PrefixIndex:
         for block in committed:
             if self.parents[block] not in alive:
                 broken.append(f"block {block} outlives its parent: it can never be found")
+            if self.parents[block] >= self.lineages[block]:
+                broken.append(f"the lineage of block {block} is not above its parent's, as trails take for granted")
         return broken

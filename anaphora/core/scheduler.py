@@ -202,11 +202,11 @@ class Scheduler:
 
     def forget(self, key: ExtraKey) -> None:
         """No later request finds blocks of this salt or adapter. O(1); those that are alive go on as they are."""
-        self.cache.chains.scopes.forget(key)
+        self.cache.finder.chains.scopes.forget(key)
 
     def forget_prefix(self, tokens: array[int], extra_keys: Sequence[ExtraKey]) -> int:
-        """See CacheManager.forget_prefix. Requests that are alive go on as they are."""
-        return self.cache.forget_prefix(tokens, extra_keys, self.queues.oldest_epoch)
+        """See Finder.forget_prefix. Requests that are alive go on as they are."""
+        return self.cache.finder.forget_prefix(tokens, extra_keys, self.queues.oldest_epoch)
 
     def stats(self) -> Stats:
         """A snapshot; two of them give a delta."""

@@ -31,7 +31,8 @@ _SLACK = 64
 class Scopes:
     """max_scopes: salts and adapters remembered one by one, those forgotten last. Of the others the epoch is the latest
     of any that shares one of 4,096 places: to be pushed out of the table costs some of them a miss, and nothing else.
-    max_prefixes: prefixes that were forgotten and of which something is still cached, or still computed.
+    max_prefixes: prefixes that were forgotten and of which something is still cached, or still computed. To leave the
+    table costs a miss of what was computed since.
     last: how often something was forgotten; the latest epoch.
     """
 

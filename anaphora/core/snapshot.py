@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from anaphora.core.cache_manager import CacheManager
 from anaphora.core.request_queues import RequestQueues
-from anaphora.core.stats import Counters, Gauges, Stats
+from anaphora.core.stats import Counters, Gauges, GroupGauges, Stats
 
 
 def snapshot(counters: Counters, cache: CacheManager, queues: RequestQueues) -> Stats:
@@ -31,5 +31,15 @@ def snapshot(counters: Counters, cache: CacheManager, queues: RequestQueues) -> 
         num_collisions=index.num_collisions,
         num_evicted_blocks=pool.num_evicted,
     )
-    what_if = () if cache.what_if is None else cache.what_if.curve()
-    return Stats(all_counters, gauges, cache.group_gauges(), what_if)
+    what_if = () if cache.finder.what_if is None else cache.finder.what_if.curve()
+    return Stats(all_counters, gauges, _group_gauges(cache), what_if)
+
+
+def _group_gauges(cache: CacheManager) -> tuple[GroupGauges, ...]:
+    """What each group of the layout holds now."""
+    pool, sides, gauges = cache.pool, cache.pool.sides, cache.sides.gauges()
+    if cache.spine is pool:
+        num_live = pool.num_live - sum(sides.num_live)
+        num_cached = pool.free_queue.num_cached - sum(sides.num_cached)
+        gauges.insert(0, GroupGauges(str(cache.layout.groups[0]), num_live, num_cached))
+    return tuple(gauges)

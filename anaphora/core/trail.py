@@ -15,13 +15,13 @@ from anaphora.core.ids import NO_LINEAGE, BlockId, Lineage
 
 
 class Trail:
-    """blocks: leading blocks of a table, two at least, and the lineage of each. Never changes."""
+    """blocks: leading blocks of a table, two at least, and the lineage of each. Never changes what it says."""
 
     __slots__ = ("_gather", "_lineages", "blocks")  # the gatherer is made when it is first walked on: many never are
 
-    def __init__(self, blocks: list[BlockId], lineages: Sequence[Lineage]) -> None:
+    def __init__(self, blocks: list[BlockId], lineages: Sequence[int]) -> None:
         self.blocks = blocks
-        self._lineages = tuple(lineages)
+        self._lineages = lineages
         self._gather: Callable[[Sequence[Lineage]], tuple[Lineage, ...]] | None = None
 
     def beginning(self, count: int) -> Trail:
@@ -31,7 +31,7 @@ class Trail:
     def num_unchanged(self, all_lineages: Sequence[Lineage]) -> int:
         """How many leading blocks hold what they held. all_lineages: by block id, now."""
         if self._gather is None:
-            self._gather = itemgetter(*self.blocks)
+            self._gather, self._lineages = itemgetter(*self.blocks), tuple(self._lineages)
         now = self._gather(all_lineages)
         return len(self.blocks) if now == self._lineages else common_length(now, self._lineages, 0)
 
@@ -51,6 +51,9 @@ def left_behind(
         if kept > 1 and kept + slack > count:
             return before.beginning(kept)
     blocks = table[:count]
+    first, last = all_lineages[blocks[0]], all_lineages[blocks[-1]]
+    if NO_LINEAGE < first == last - count + 1 and count > 1:  # a child's is above its parent's: none is left out
+        return Trail(blocks, range(first, last + 1))
     lineages = [all_lineages[block] for block in blocks]
     if lineages[-1] == NO_LINEAGE:
         del lineages[lineages.index(NO_LINEAGE) :]

@@ -12,8 +12,11 @@ from anaphora.core.scheduler import Scheduler
 from anaphora.engine.multimodal import PreparedPrompt, Prompt, PromptReader
 from anaphora.engine.prompt_check import check_grammar, encode
 from anaphora.engine.protocols import Executor, GrammarChecker, Tokenizer
-from anaphora.errors import InvalidParameterError
+from anaphora.errors import InvalidParameterError, PromptTooLongError
 from anaphora.sampling_params import SamplingParams
+
+MAX_CHARS_PER_TOKEN = 128
+"""A text of more characters per token that may run is refused before it is tokenised: words are shorter."""
 
 
 class Capabilities:
@@ -77,6 +80,15 @@ class Capabilities:
         """Whether a prompt of this length can ever run; the answer never changes. Raises PromptTooLongError."""
         self._scheduler.check_fits(num_prompt_tokens)
 
+    def check_text_fits(self, text: str) -> None:
+        """Whether a text can be short enough, before minutes are spent on its tokens. Raises PromptTooLongError."""
+        limit = min(self.max_model_len or self.capacity_tokens, self.capacity_tokens)
+        if len(text) > limit * MAX_CHARS_PER_TOKEN:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, far more than {limit} tokens can hold, to which the context "
+                "(max_model_len) or the pool (num_blocks) limits a request; shorten it"
+            )
+
     def check_grammar(self, sampling: SamplingParams) -> None:
         """Whether the structured output that these parameters ask for can be given, if they ask for one.
 
@@ -116,12 +128,14 @@ class Capabilities:
         """
         if self._prompt_reader is None:
             raise InvalidParameterError("a prompt must be a string or a list of token ids: this engine takes no other")
+        if isinstance(text := prompt.get("prompt"), str):
+            self.check_text_fits(text)
         return self._prompt_reader.read(prompt, add_special_tokens=add_special_tokens)
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Sequence[int] | PreparedPrompt:
         """The token ids of a text prompt; token ids as they are; anything else made ready.
 
-        Raises InvalidParameterError, and what `read_prompt` raises.
+        Raises InvalidParameterError, PromptTooLongError, and what `read_prompt` raises.
         """
         if isinstance(prompt, PreparedPrompt):
             if prompt.block_size != self.block_size:  # its keys would enter other blocks than those they are about
@@ -130,6 +144,8 @@ class Capabilities:
                     f"{self.block_size}: read it with this engine"
                 )
             return prompt
+        if isinstance(prompt, str):
+            self.check_text_fits(prompt)
         if isinstance(prompt, Mapping):
             return self.read_prompt(prompt, add_special_tokens=add_special_tokens)
         return encode(prompt, self.tokenizer, add_special_tokens=add_special_tokens)

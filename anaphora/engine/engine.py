@@ -262,7 +262,7 @@ class Engine(Capabilities):
     @exclusive
     def busiest_prefixes(self, count: int) -> list[BusyPrefix]:
         """The cached beginnings that saved the most tokens since the engine began, most first."""
-        return self._scheduler.cache.busy_prefixes.busiest(count)
+        return self._scheduler.cache.finder.busy_prefixes.busiest(count)
 
     @exclusive
     def forget(

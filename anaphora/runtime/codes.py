@@ -74,18 +74,20 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix [out, in] that they stand for, rounded to a dtype."""
-    rows = codes.permute(0, 3, 1, 2, 4).flatten(0, 1), scales.permute(0, 3, 1, 2).flatten(0, 1)
-    return _dequantize_rows(*rows, dtype)
+    fours = codes.view(torch.int32).permute(0, 3, 1, 2, 4).contiguous()  # of four bytes each: as fast as one
+    return _dequantize_rows(fours.view(torch.uint8).flatten(0, 1), scales.permute(0, 3, 1, 2).flatten(0, 1), dtype)
 
 
 def _dequantize_rows(codes: torch.Tensor, sides: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[n, groups, bits, 4] and [n, groups, 1 or 2] -> [n, in]."""
-    sides = sides.contiguous().view(torch.float16).float()
-    if codes.shape[2] == 8:
-        values = codes.flatten(2).float().sub_(128).mul_(sides)
+    codes, sides = codes.flatten(2), sides.contiguous().view(torch.float16).float()
+    if codes.shape[2] == GROUP:
+        values = codes.float().sub_(128).mul_(sides)
     else:
-        whole = torch.cat((codes & 15, codes >> 4), dim=2)
-        values = whole.flatten(2).float().mul_(sides[..., :1]).add_(sides[..., 1:])
+        half = GROUP // 2
+        values = sides.new_empty(*codes.shape[:2], GROUP)
+        values[..., :half], values[..., half:] = codes & 15, codes >> 4
+        values.mul_(sides[..., :1]).add_(sides[..., 1:])
     return values.flatten(1).to(dtype)
 
 

@@ -112,7 +112,8 @@ def load_model(
             processor = processor or load_processor(source.folder)
             own_tokenizer = load_tokenizer(source.folder) if tokenizer is None else None
             weights = _weights_digest(source.folder, cache)
-            if quantization is not None:
+        if quantization is not None:
+            with bars.stage(f"Quantising the weights of {name} to {quantization}"):
                 quantize_weights(module, quantization)
     else:
         raise UnknownModelError(

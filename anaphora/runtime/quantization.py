@@ -44,7 +44,9 @@ def quantize_weights(module: PreTrainedModel, form: str) -> None:
     name = type(module).__name__
     if getattr(module.config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"the weights of {name} are quantised already: leave quantization")
-    before, size = _probe(module), num_bytes(module)
+    size = num_bytes(module)
+    _logger.info("quantising the weights of %s to %s: %d bytes, one matrix after another", name, form, size)
+    before = _probe(module)
     _replace_head(module)
     targets = find_targets(module)
     while targets:

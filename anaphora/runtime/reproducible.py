@@ -24,12 +24,13 @@ from anaphora.runtime.agreement import BLOCK_SIZE, probe_request, probe_tables
 from anaphora.runtime.architecture import ModelLayout
 from anaphora.runtime.attention import AttentionContext, PagedContext
 from anaphora.runtime.decoder import Decoder, NotRecognisedError, Rotations
-from anaphora.runtime.fast_forward import check_parts, few_token_kernels
+from anaphora.runtime.fast_forward import few_token_kernels
 from anaphora.runtime.features import InputRows
 from anaphora.runtime.inputs import build_inputs
 from anaphora.runtime.kv_cache import KVCache
 from anaphora.runtime.lora.context import AdapterContext
 from anaphora.runtime.module_watch import ModuleWatch
+from anaphora.runtime.part_check import check_parts, record_steps
 from anaphora.runtime.recogniser import recognise
 
 if TYPE_CHECKING:
@@ -106,8 +107,9 @@ def make_reproducible_forward(module: PreTrainedModel, layout: ModelLayout, *, m
         if layout.cache.groups != (FullAttention(),):
             raise NotRecognisedError("it has layers that do not see every earlier token")
         decoder = recognise(module)
-        check_parts(module, layout, decoder)
-        kernels = few_token_kernels(module, layout, decoder, max(max_tokens, CHECKED_TOKENS))
+        recorded = record_steps(module, layout)
+        check_parts(module, layout, decoder, recorded)
+        kernels = few_token_kernels(module, layout, decoder, recorded, max(max_tokens, CHECKED_TOKENS))
         forward = ReproducibleForward(module, decoder, kernels)
     except (NotRecognisedError, ImportError, TypeError, AttributeError, RuntimeError) as difference:
         raise _refusal(name, str(difference)) from difference

@@ -14,11 +14,8 @@ from anaphora.engine.engine import Engine
 from anaphora.engine.image_parts import as_parts
 from anaphora.engine.prompt_check import check_text, check_token_ids
 from anaphora.engine.token_memo import memo_encoder
-from anaphora.errors import InvalidParameterError, PromptTooLongError
+from anaphora.errors import InvalidParameterError
 from anaphora.server.tool_calls import reads_template
-
-MAX_CHARS_PER_TOKEN = 128
-"""A text of more characters per token of the context limit is refused before it is tokenised: words are shorter."""
 
 
 class TextTools:
@@ -98,10 +95,5 @@ class TextTools:
         return self.tokenizer
 
     def _check_length(self, text: str) -> None:
-        limit = self.engine.max_model_len
-        if limit is not None and len(text) > limit * MAX_CHARS_PER_TOKEN:
-            raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, far more than {limit} tokens (max_model_len) can hold; "
-                "shorten it"
-            )
+        self.engine.check_text_fits(text)
         check_text("the prompt", text)

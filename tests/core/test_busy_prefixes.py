@@ -36,11 +36,11 @@ def test_a_request_counts_once_at_its_first_admission_and_misses_do_not() -> Non
     world = World(8, budget=64)
     world.add("a", [1] * 9)
     world.run()
-    assert world.cache.busy_prefixes.busiest(9) == []
+    assert world.cache.finder.busy_prefixes.busiest(9) == []
     for request_id in ("b", "c"):
         world.add(request_id, [1] * 9, max_tokens=2)
         world.run()
-    (prefix,) = world.cache.busy_prefixes.busiest(9)
+    (prefix,) = world.cache.finder.busy_prefixes.busiest(9)
     assert (prefix.num_tokens, prefix.num_requests) == (8, 2)
     chain = world.requests["c"].chain
     assert chain is not None

@@ -64,6 +64,8 @@ def test_a_shared_beginning_loses_less_than_an_interval_once_and_nothing_from_th
     assert saves(plan) == [("b", 8, 4, 0, 4)]
     world.run()
     assert (b.num_cached_tokens, c.num_cached_tokens) == (8, 12)
+    world.add("b", range(100, 121))  # another request: where the one before parted from others is not its concern
+    assert [saves(plan)[0][2] for plan in world.run()] == [8, 8, 4, 1]
 
 
 def test_the_interval_is_rounded_up_to_whole_blocks() -> None:

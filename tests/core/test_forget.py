@@ -21,11 +21,11 @@ ADAPTER = lora_key("ab" * 32)
 
 
 def forget(cache: Cache, key: ExtraKey) -> None:
-    cache.manager.chains.scopes.forget(key)
+    cache.manager.finder.chains.scopes.forget(key)
 
 
 def forget_prefix(cache: Cache, tokens: Sequence[int], keys: Keys = (), oldest: int | None = None) -> int:
-    return cache.manager.forget_prefix(pack_tokens(tokens), keys, oldest)
+    return cache.manager.finder.forget_prefix(pack_tokens(tokens), keys, oldest)
 
 
 def warm(*identities: Keys) -> Cache:
@@ -163,13 +163,14 @@ def beginnings_of(tokens: Sequence[int], keys: Keys) -> list[tuple[object, ...]]
     return [tuple(map(repr, blocks[: count + 1])) for count in range(len(blocks))]
 
 
-@given(st.lists(operations, max_size=20), st.integers(1, 3))
+@given(st.lists(operations, max_size=20), st.sampled_from((1, 2, 3, 100)))
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
 def test_a_request_finds_what_was_computed_and_not_forgotten_since(
     steps: list[tuple[object, ...]], max_prefixes_before_pruning: int
 ) -> None:
+    """Never more; and never less while every prefix is in the table: one that has left it costs a miss."""
     cache, known = Cache(), set[tuple[object, ...]]()
-    cache.manager.chains.scopes._prune_above = max_prefixes_before_pruning
+    cache.manager.finder.chains.scopes._prune_above = max_prefixes_before_pruning
     for kind, *values in steps:
         if kind == "salt":
             (salt,) = values
@@ -186,7 +187,9 @@ def test_a_request_finds_what_was_computed_and_not_forgotten_since(
             known = {each for each in known if each[: len(beginnings)] != beginnings[-1]}
             continue
         expected = next((count for count, each in enumerate(beginnings) if each not in known), len(beginnings))
-        assert cache.compute(cache.request(keys, [*tokens, 7])) == expected
+        found = cache.compute(cache.request(keys, [*tokens, 7]))
+        assert found <= expected
+        assert found == expected or max_prefixes_before_pruning < len(steps)
         known |= set(beginnings)
 
 

@@ -381,6 +381,15 @@ def test_the_order_of_fields_does_not_matter_and_every_name_and_value_does() -> 
     assert len({root_digest(identity) for identity in roots}) == len(roots)
 
 
+def test_hashes_are_of_the_whole_message_however_many_blocks_are_hashed_at_once_and_by_whatever_function() -> None:
+    tokens, root = list(range(4 * 70)), root_digest(IDENTITY)
+    chains = [BlockChain(root, 4), BlockChain(root, 4, lambda data: sha256(data))]
+    for chain in chains:
+        for stop in (4, 12, 17, 280):
+            chain.extend(pack_tokens(tokens[:stop]))
+        assert chain.hashes == hashes_of(root, 4, tokens, {})
+
+
 def test_a_block_hash_never_equals_a_root_of_the_same_bytes() -> None:
     """A root's message begins with its tag, a block's with its version."""
     assert message_of_the_code((b"", [1, 2], []))[0] == 1

@@ -101,7 +101,7 @@ MUTANTS = [
         "test_scheduler::test_repeating_a_prompt_of_whole_blocks_computes_its_last_block_again_and_leaves_one_copy",
         (
             (
-                "cache_manager.py",
+                "finder.py",
                 "if request.is_scoring else request.num_tokens - 1\n",
                 "if False else request.num_tokens\n",
             ),
@@ -110,12 +110,12 @@ MUTANTS = [
     Mutant(
         "a request that scores its prompt may find what others computed, once it was preempted",
         "test_preemption::test_a_preempted_request_that_scores_its_prompt_finds_only_what_it_computed_itself",
-        (("cache_manager.py", "return request.furthest_computed if", "return request.num_tokens - 1 if"),),
+        (("finder.py", "return request.furthest_computed if", "return request.num_tokens - 1 if"),),
     ),
     Mutant(
         "the salt is dropped where the chain is made",
         "test_cache_manager::test_another_salt_finds_nothing_and_the_same_salt_finds_all",
-        (("cache_manager.py", "chains.make(request.tokens, request.extra_keys)", "chains.make(request.tokens, ())"),),
+        (("finder.py", "chains.make(request.tokens, request.extra_keys)", "chains.make(request.tokens, ())"),),
     ),
     Mutant(
         "the salt does not enter the content of its block",
@@ -189,6 +189,16 @@ MUTANTS = [
         (("block_contents.py", " parents[block] != parent or ", " "),),
     ),
     Mutant(
+        "what was committed beside a pending block of the same name is pushed out of the index",
+        "test_prefix_index::test_a_copy_that_is_committed_first_stays_when_the_one_before_it_follows",
+        (("prefix_index.py", "        self._are_pending_names_new = False\n", ""),),
+    ),
+    Mutant(
+        "a trail takes any lineages for consecutive ones",
+        "test_trails::test_a_trail_of_copies_in_between_has_their_lineages",
+        (("trail.py", "first == last - count + 1 and count > 1:", "last and count > 1:"),),
+    ),
+    Mutant(
         "two chains that have their lists in common grow together",
         "test_chain_memo::test_chains_of_the_same_blocks_have_their_lists_in_common_until_one_of_them_goes_on",
         (("hashing.py", "        if self._has_lists_in_common:\n", "        if False:\n"),),
@@ -212,7 +222,7 @@ MUTANTS = [
     Mutant(
         "a trail is left while a step is in flight",
         "test_trails::test_no_trail_leads_through_pending_blocks",
-        (("cache_manager.py", "if chain is not None and not index.num_pending:", "if chain is not None:"),),
+        (("finder.py", " and not self._index.num_pending:", ":"),),
     ),
     Mutant(
         "a trail is taken over by who has the same hashes",
@@ -292,8 +302,8 @@ MUTANTS = [
         "test_side_groups::test_a_failed_step_leaves_nothing_of_any_group",
         (
             (
-                "cache_manager.py",
-                "            self.sides.withdraw(self._lineages_of(staged.blocks), staged.sides)\n",
+                "dependents.py",
+                "            self._sides.withdraw(self._lineages_of(staged.blocks), staged.sides)\n",
                 "            pass\n",
             ),
         ),
@@ -301,12 +311,12 @@ MUTANTS = [
     Mutant(
         "side blocks outlive the beginning in the spine",
         "test_side_groups::test_when_the_spine_forgets_a_beginning_the_side_blocks_of_it_are_blank",
-        (("cache_manager.py", "            self.pool.forget_sides(lineage)\n", "            pass\n"),),
+        (("dependents.py", "            self._pool.forget_sides(lineage)\n", "            pass\n"),),
     ),
     Mutant(
         "a checkpoint outlives the beginning in the spine",
         "test_checkpoints::test_the_state_goes_with_the_beginning_that_the_spine_forgets",
-        (("cache_manager.py", "                self.checkpoints.drop(lineage)\n", "                pass\n"),),
+        (("dependents.py", "                self._checkpoints.drop(lineage)\n", "                pass\n"),),
     ),
     Mutant(
         "a writer's failure is not carried to who reads its side blocks only",
@@ -372,7 +382,7 @@ MUTANTS = [
         (
             (
                 "cache_manager.py",
-                "            self.checkpoints.part(request, hit.num_matched * self.block_size)\n",
+                "            dependents.part(request, hit.num_matched)\n",
                 "            pass\n",
             ),
         ),
@@ -383,7 +393,7 @@ MUTANTS = [
         (
             (
                 "cache_manager.py",
-                "            self.checkpoints.part(leader, num_blocks * self.block_size)\n",
+                "            self._dependents.part(leader, num_blocks)\n",
                 "            pass\n",
             ),
         ),
@@ -393,9 +403,9 @@ MUTANTS = [
         "test_checkpoints::test_a_failed_step_saves_nothing_and_returns_the_slot",
         (
             (
-                "cache_manager.py",
-                "            self.checkpoints.withdraw(staged.state_of)\n",
-                "            self.checkpoints.commit(staged.state_of)\n",
+                "dependents.py",
+                "            self._checkpoints.withdraw(staged.state_of)\n",
+                "            self._checkpoints.commit(staged.state_of)\n",
             ),
         ),
     ),
@@ -437,7 +447,7 @@ MUTANTS = [
     Mutant(
         "who generates its way into a forgotten prefix finds it",
         "test_forget::test_who_generates_its_way_into_a_forgotten_prefix_does_not_find_it_after_a_preemption",
-        (("cache_manager.py", "limit if cut is None else cut", "limit"),),
+        (("finder.py", "limit if cut is None else cut", "limit"),),
     ),
     Mutant(
         "a prefix leaves the table although a request of before computes it still",

@@ -228,3 +228,15 @@ def test_one_commit_of_two_stagings_of_one_content_keeps_both() -> None:
     index.commit(ids(1, 2))
     assert [index.blocks_of(block_hash) for block_hash in chain.hashes] == [[3, 1], [4, 2]]
     assert (index.num_committed, index.num_duplicates, index.num_pending) == (4, 2, 0)
+
+
+def test_a_copy_that_is_committed_first_stays_when_the_one_before_it_follows() -> None:
+    index = PrefixIndex(4)
+    chain = make_chain([1, 2], 1)
+    for blocks in (ids(1), ids(2)):
+        assert index.stage(blocks, chain, 0, None) == 1
+    index.commit(ids(2))
+    index.commit(ids(1))
+    assert index.blocks_of(chain.hashes[0]) == [2, 1]
+    assert (index.num_committed, index.num_duplicates, len(index)) == (2, 1, 2)
+    assert index.inconsistencies() == []

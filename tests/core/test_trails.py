@@ -120,11 +120,13 @@ def test_a_trail_is_kept_while_it_is_right_but_for_a_few_blocks_and_made_anew_wh
     assert trail is not None
     same = [left_behind(trail, ids(1, 2, 3, 4, 5), count, lineages, 2) for count in (3, 4, 5)]  # type: ignore[arg-type]
     assert [each is trail for each in same] == [True, True, True]
+    assert [trail.beginning(count) is trail for count in (3, 4, 5)] == [False, True, True]
     for table, blocks in (
         (ids(1, 2, 3, 5), ids(1, 2, 3)),
         (ids(1, 2, 5, 6), ids(1, 2, 5, 6)),
         (ids(1, 2, 3, 4, 5, 6), ids(1, 2, 3, 4, 5, 6)),
         (ids(5, 6), ids(5, 6)),
+        (ids(1, 5), ids(1, 5)),  # the one block that is right is no trail
     ):
         other = left_behind(trail, table, len(table), lineages, 2)  # type: ignore[arg-type]
         assert other is not None
@@ -138,3 +140,14 @@ def test_what_is_not_findable_of_a_table_leaves_no_trail() -> None:
     trail = left_behind(None, ids(1, 2, 3), 3, lineages, 2)  # type: ignore[arg-type]
     assert trail is not None
     assert trail.blocks == [1, 2]
+
+
+def test_a_trail_of_copies_in_between_has_their_lineages() -> None:
+    index = PrefixIndex(8)
+    for blocks, tokens in ((ids(1), [1]), (ids(2, 3), [7, 8]), (ids(4, 5), [1, 2])):  # 4 is a copy of 1
+        chain = make_chain(tokens, 1)
+        index.commit(blocks[: index.stage(blocks, chain, 0, None)])
+    assert [index.lineages[block] for block in (4, 5)] == [2, 5]
+    trail = left_behind(None, ids(4, 5), 2, index.lineages, 2)
+    assert trail is not None
+    assert (trail.blocks, trail.num_unchanged(index.lineages)) == ([4, 5], 2)

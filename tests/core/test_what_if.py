@@ -126,8 +126,8 @@ def test_a_prompt_of_full_blocks_only_finds_all_but_the_last() -> None:
     cache = CacheManager(20, BLOCK_SIZE, what_if=WhatIf(20, BLOCK_SIZE))
     prompt = [1] * 4 * BLOCK_SIZE
     assert [run(cache, prompt), run(cache, prompt)] == [0, 3 * BLOCK_SIZE]
-    assert cache.what_if is not None
-    assert {point.num_hit_tokens for point in cache.what_if.curve()} == {3 * BLOCK_SIZE}
+    assert cache.finder.what_if is not None
+    assert {point.num_hit_tokens for point in cache.finder.what_if.curve()} == {3 * BLOCK_SIZE}
 
 
 def test_the_scheduler_counts_each_request_once_and_those_that_bypass_the_cache_not_at_all() -> None:
@@ -153,8 +153,10 @@ def test_a_reset_empties_every_pool_and_keeps_the_counts() -> None:
     assert [run(cache, prompt), run(cache, prompt)] == [0, 16]
     assert cache.reset()
     assert run(cache, prompt) == 0
-    assert cache.what_if is not None
-    assert [(point.num_queried_tokens, point.num_hit_tokens) for point in cache.what_if.curve()] == [(51, 16)] * 4
+    assert cache.finder.what_if is not None
+    assert [(point.num_queried_tokens, point.num_hit_tokens) for point in cache.finder.what_if.curve()] == [
+        (51, 16)
+    ] * 4
 
 
 def test_after_a_reset_the_curve_begins_with_empty_pools() -> None:

@@ -279,6 +279,25 @@ def test_a_wrong_request_is_refused_and_nothing_of_it_stays(case):
     assert outputs["alive"].outputs[0].token_ids == outputs["new"].outputs[0].token_ids == alone(PROMPT, 2)
 
 
+@pytest.mark.parametrize(
+    ("limits", "limit"), [({"max_model_len": 8}, 8), ({"num_blocks": 5, "max_model_len": None}, 20)]
+)
+def test_a_text_far_too_long_is_refused_before_it_is_tokenised(limits, limit) -> None:
+    tokenised: list[int] = []
+
+    class Counting(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            tokenised.append(len(text))
+            return [1] * 5  # as if its words were long
+
+    engine, _, _ = make_engine(tokenizer=Counting(), **limits)
+    with pytest.raises(PromptTooLongError, match=f"far more than {limit} tokens"):
+        engine.add_request("a", "x" * (128 * limit + 1), SamplingParams(max_tokens=1))
+    assert (tokenised, idle(engine)) == ([], NOTHING)
+    engine.add_request("a", "x" * (128 * limit), SamplingParams(max_tokens=1))
+    assert tokenised == [128 * limit]
+
+
 @pytest.mark.parametrize("wrong", [{"prompt": "text"}, {"sampling": SamplingParams(stop="x")}], ids=["text", "stop"])
 def test_text_needs_a_tokenizer(wrong):
     engine, _, _ = make_engine(tokenizer=None)

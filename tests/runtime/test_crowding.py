@@ -66,6 +66,22 @@ def test_a_share_that_is_neither_good_nor_bad_does_not_shorten_the_next_pause(sh
     assert steps(crowding, 0.2, 60).count(1) >= 2 * FIRST_PAUSE
 
 
+def test_one_good_step_among_middling_ones_does_not_shorten_the_next_pause() -> None:
+    crowding = Crowding(2)
+    steps(crowding, 0.5, 3 + FIRST_PAUSE)
+    steps(crowding, 0.75, 10)
+    steps(crowding, 0.95, 1)
+    assert steps(crowding, 0.1, 1 + 2 * FIRST_PAUSE) == [2] + [1] * 2 * FIRST_PAUSE
+
+
+def test_more_threads_are_tried_whatever_share_fewer_had() -> None:
+    crowding = Crowding(2)
+    steps(crowding, 0.5, 3)
+    for _ in range(FIRST_PAUSE):
+        crowding.note(0.3)  # the one thread has half a core as well
+    assert steps(crowding, 0.9, 20) == [2] * 20
+
+
 def test_the_pause_grows_whatever_the_share_that_is_too_small() -> None:
     crowding = Crowding(2)
     assert steps(crowding, 0.65, 1000).count(2) == 6 * 7  # and not in every pause of 16

@@ -264,6 +264,23 @@ def test_look_ups_that_hang_are_few(slow_names: Callable[[str, int], list[str]])
     assert hung == ["a", "b"]
 
 
+def test_of_one_server_sixteen_look_ups_hang_at_most(slow_names: Callable[[str, int], list[str]]) -> None:
+    hung: list[str] = []
+
+    def resolve(host: str, port: int) -> list[str]:
+        hung.append(host)
+        return slow_names(host, port)
+
+    names = NameLookup(resolve)
+    for number in range(18):
+        with pytest.raises(TimeoutError):
+            names.find(str(number), 80, 0.01)
+    deadline = time.monotonic() + 10
+    while len(hung) < 16 and time.monotonic() < deadline:  # their threads may begin late
+        time.sleep(0.01)
+    assert sorted(hung, key=int) == [str(number) for number in range(16)]
+
+
 @pytest.mark.parametrize("outcome", [OSError("no such name"), UnicodeError("label too long"), ["10.0.0.1"]])
 def test_a_look_up_makes_room_whatever_came_of_it(outcome: Exception | list[str]) -> None:
     def resolve(host: str, port: int) -> list[str]:
