@@ -158,6 +158,7 @@ def _operations(service: Service, places: Places) -> list[Operation]:
             statuses=(*REFUSES_BODIES, 404, 503, 504),
         ),
         Operation("GET", "/v1/models", site.models, "The model and its adapters."),
+        Operation("GET", "/v1/models/{model:path}", site.model, "One of them.", statuses=(404,)),
         Operation("GET", "/version", site.version, "The version, and the digest of what the model is."),
         Operation("GET", "/health", site.health, "Whether the engine takes requests.", access="open", statuses=(503,)),
         Operation("GET", "/ready", site.health, "The same.", access="open", statuses=(503,)),
@@ -187,11 +188,21 @@ class _Site:
 
     async def models(self, request: Request) -> Response:
         self._service.authenticate(request.scope)
+        return JSONResponse({"object": "list", "data": self._models()})
+
+    async def model(self, request: Request) -> Response:
+        self._service.authenticate(request.scope)
+        name = request.path_params["model"]
+        for model in self._models():
+            if model["id"] == name:
+                return JSONResponse(model)
+        raise self._service.no_such_model(name)
+
+    def _models(self) -> list[dict[str, Any]]:
         engine, base = self._service.engine.engine, self._service.model_name
         common = {"object": "model", "created": 0, "owned_by": "anaphora", "max_model_len": engine.max_model_len}
         models = [{"id": base, **common}]
-        models += [{"id": adapter.name, **common, "parent": base} for adapter in engine.adapters]
-        return JSONResponse({"object": "list", "data": models})
+        return models + [{"id": adapter.name, **common, "parent": base} for adapter in engine.adapters]
 
     async def version(self, request: Request) -> Response:
         """root: the digest of what the model is, as `identity` says it; equal roots compute equal K/V."""

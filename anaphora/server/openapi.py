@@ -5,6 +5,7 @@ Knows shapes only; must not know what an endpoint does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,6 +55,8 @@ _ERROR = {
 }
 
 
+_REST_OF_PATH = re.compile(r"{(\w+):path}")
+
 _DATA: Mapping[str, dict[str, Any]] = {
     "application/json": {"type": "object"},
     "text/plain": {"type": "string"},
@@ -69,7 +72,7 @@ _DATA: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one URL. endpoint: what Starlette routes to.
+    """One method of one URL. endpoint: what Starlette routes to. path: as Starlette has it, `{name:path}` for the rest.
 
     statuses: what it may answer besides 200 and what its access brings. media: of the 200. body_is_optional: an empty
     body is as good as {}.
@@ -97,7 +100,9 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
     schemas = {name: _shaped(name, schema) for name, schema in definitions.get("$defs", {}).items()}
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, has_keys)
+        paths.setdefault(_REST_OF_PATH.sub("{\\1}", operation.path), {})[operation.method.lower()] = _described(
+            operation, has_keys
+        )
     components: dict[str, Any] = {"schemas": {**schemas, "Error": _ERROR}}
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -121,6 +126,11 @@ def _described(operation: Operation, has_keys: bool) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": operation.summary, "responses": replies}
     if has_keys and operation.access != "open":
         described["security"] = [{"key": []}]
+    if names := _REST_OF_PATH.findall(operation.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
     if operation.body is not None:
         schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
         required = not operation.body_is_optional

@@ -80,9 +80,12 @@ class Service:
         fields = parse(kind, body) if small else await self.engine.in_worker(parse, kind, body)
         adapter = self.adapter_of(fields)
         if adapter is not None and adapter not in {info.name for info in self.engine.engine.adapters}:
-            message = f"this server has no model {adapter!r}, it serves {self.model_name!r}; see GET /v1/models"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise self.no_such_model(adapter)
         return fields
+
+    def no_such_model(self, name: str) -> ApiError:
+        message = f"this server has no model {name!r}, it serves {self.model_name!r}; see GET /v1/models"
+        return ApiError(404, message, param="model", code="model_not_found")
 
     def adapter_of(self, fields: RequestFields) -> str | None:
         """The adapter that `model` names; None for the model itself."""

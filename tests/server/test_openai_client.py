@@ -50,7 +50,13 @@ def test_errors_arrive_as_the_clients_own(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    (listed,) = client.models.list()
+    assert listed.id == "tiny"
+    assert client.models.retrieve("tiny") == listed
+    for name in ("other", "org/tiny", "tiny/"):
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.models.retrieve(name)
+        assert missing.value.code == "model_not_found"
 
 
 def test_the_asynchronous_client_many_at_once(live: Live) -> None:
