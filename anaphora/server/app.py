@@ -198,7 +198,7 @@ class _Site:
                 return JSONResponse(model)
         raise self._service.no_such_model(name)
 
-    def _models(self) -> list[dict[str, Any]]:
+    def _models(self) -> list[dict[str, object]]:
         engine, base = self._service.engine.engine, self._service.model_name
         common = {"object": "model", "created": 0, "owned_by": "anaphora", "max_model_len": engine.max_model_len}
         models = [{"id": base, **common}]

@@ -166,8 +166,8 @@ def test_no_client_salt_reaches_another_tenant(keyed: Live) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-     ("POST", "/reset_prefix_cache"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("GET", "/version"), ("GET", "/metrics"),
-     ("POST", "/v1/responses"), ("GET", "/openapi.json")],
+     ("POST", "/reset_prefix_cache"), ("GET", "/v1/models"), ("GET", "/version"), ("GET", "/metrics"),
+     ("GET", "/v1/models/tiny"), ("POST", "/v1/responses"), ("GET", "/openapi.json")],
 )  # fmt: skip
 def test_nothing_but_health_answers_without_a_key(keyed: Live, method: str, path: str) -> None:
     for headers in (
