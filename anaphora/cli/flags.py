@@ -32,4 +32,6 @@ def in_flags(message: str, command: Any) -> str:
     if long:
         found = rf"(?<!{_NOT_INSIDE})({long})(?!{_NOT_INSIDE}\w|\w)"
         message = re.sub(found, lambda match: flags[match[1]], message)
-    return re.sub(rf"^({short})(?=: | must | needs | holds )", lambda match: flags[match[1]], message)
+    if short:
+        message = re.sub(rf"^({short})(?=: | must | needs | holds )", lambda match: flags[match[1]], message)
+    return message

@@ -100,9 +100,8 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
     schemas = {name: _shaped(name, schema) for name, schema in definitions.get("$defs", {}).items()}
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        paths.setdefault(_REST_OF_PATH.sub("{\\1}", operation.path), {})[operation.method.lower()] = _described(
-            operation, has_keys
-        )
+        path = _REST_OF_PATH.sub(r"{\1}", operation.path)
+        paths.setdefault(path, {})[operation.method.lower()] = _described(operation, has_keys)
     components: dict[str, Any] = {"schemas": {**schemas, "Error": _ERROR}}
     if has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

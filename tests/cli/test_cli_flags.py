@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,3 +88,7 @@ def test_what_is_printed_is_not_read_for_signs(capsys: pytest.CaptureFixture[str
     print_error(ConfigError(text))
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == (f"{text}\n" * 2, f"{text}\nerror: {text}\n")
+
+
+def test_a_command_without_options_names_none() -> None:
+    assert in_flags(": nothing is named", SimpleNamespace(params=[])) == ": nothing is named"
